@@ -1,0 +1,1 @@
+"""How rows move between their owners. Nothing here knows a model."""

@@ -1,0 +1,1 @@
+"""Processes and people: flags, ranks, requests, time."""

@@ -1,0 +1,101 @@
+"""Lanes: where the keys of a tile come from, resident rows of a pool or fresh rows of the step.
+
+Legend: N tiles, L lanes, A fresh lanes, B resident lanes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .pages import Tables
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """N x L lanes; each is fed by one fresh row, by one resident row, or by nothing (it stays zero).
+
+    fresh_lane [A] and resident_lane [B] are flat lane numbers, fresh_source [A] the fresh row behind each,
+    resident [family][B] the pool slot behind each.
+    """
+
+    num_tiles: int
+    num_lanes: int
+    fresh_lane: torch.Tensor
+    fresh_source: torch.Tensor
+    resident_lane: torch.Tensor
+    resident: Mapping[str, torch.Tensor]
+
+    def fill(self, fresh_XC: torch.Tensor, pool_SC: torch.Tensor | None, family: str) -> torch.Tensor:
+        """Rows of the lanes [N, L, C]: copies, exact zeros where nothing feeds a lane.
+
+        pool_SC is needed where any lane is resident; gradients flow to fresh_XC.
+        """
+        lanes_XC = fresh_XC.new_zeros(self.num_tiles * self.num_lanes, fresh_XC.shape[1])
+        if len(self.fresh_lane):
+            lanes_XC = lanes_XC.index_copy(0, self.fresh_lane, fresh_XC[self.fresh_source])
+        if len(self.resident_lane):
+            assert pool_SC is not None
+            lanes_XC.index_copy_(0, self.resident_lane, pool_SC[self.resident[family]])
+        return lanes_XC.view(self.num_tiles, self.num_lanes, fresh_XC.shape[1])
+
+
+@dataclass(frozen=True)
+class FreshSpan:
+    """Per tile: its request's slot, the first fresh index, and where that index's row stands among the fresh."""
+
+    slot_N: torch.Tensor
+    first_N: torch.Tensor
+    offset_N: torch.Tensor
+
+
+def make_lanes(
+    index_NL: torch.Tensor,
+    needed_NL: torch.Tensor,
+    span: FreshSpan,
+    tables: Tables | None,
+    families: tuple[str, ...],
+    fresh_rows: torch.Tensor | None = None,
+) -> Lanes:
+    """Lanes of logical indices: fresh from span.first_N on, resident below.
+
+    fresh_rows maps a place among the fresh to its row (None: they are the same). A needed resident index
+    without a mapped page is a ValueError: it would be read as garbage.
+    """
+    fresh_NL = needed_NL & (index_NL >= span.first_N[:, None])
+    resident_NL = needed_NL & ~fresh_NL
+    lane_NL = torch.arange(index_NL.numel()).view(index_NL.shape)
+    source = (span.offset_N - span.first_N)[:, None] + index_NL
+    fresh_source = source[fresh_NL]
+    return Lanes(
+        num_tiles=index_NL.shape[0],
+        num_lanes=index_NL.shape[1],
+        fresh_lane=lane_NL[fresh_NL],
+        fresh_source=fresh_source if fresh_rows is None else fresh_rows[fresh_source],
+        resident_lane=lane_NL[resident_NL],
+        resident=_resident_slots(index_NL, resident_NL, span, tables, families),
+    )
+
+
+def _resident_slots(
+    index_NL: torch.Tensor,
+    resident_NL: torch.Tensor,
+    span: FreshSpan,
+    tables: Tables | None,
+    families: tuple[str, ...],
+) -> dict[str, torch.Tensor]:
+    if not bool(resident_NL.any()):
+        return {}
+    if tables is None:
+        raise ValueError("a step that starts behind position 0 reads resident rows and needs caches")
+    tile, lane = resident_NL.nonzero(as_tuple=True)
+    index = index_NL[tile, lane]
+    slots = {family: tables[family].slots(span.slot_N[tile], index) for family in families}
+    for family, slot in slots.items():
+        if bool((slot < 0).any()):
+            bad = int((slot < 0).nonzero()[0, 0])
+            raise ValueError(
+                f"{family}: index {int(index[bad])} of request slot {int(span.slot_N[tile[bad]])} "
+                "is read but no page is mapped there"
+            )
+    return slots

@@ -1,0 +1,1 @@
+"""The official checkpoint layout: names, shapes, scales, shards."""

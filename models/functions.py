@@ -1,0 +1,62 @@
+"""Products and elementwise functions whose bits for one row do not depend on the other rows.
+
+Torch's sigmoid, silu, softplus and exp2 give an element other bits in the vector body of a loop than in its
+scalar tail; exp, log1p, sqrt, rsqrt, softmax and row sums do not. So the first are spelled with the second,
+here and nowhere else. FP32 matrix products on CPUs change a row's bits at row counts that are not a multiple of 4.
+"""
+
+import torch
+import torch.nn.functional as F
+
+ROW_MULTIPLE = 4
+"""Row counts at which an FP32 product on a CPU treats every row alike are the multiples of this."""
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    return torch.clamp(x, min=0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def missing_rows(num_rows: int, x: torch.Tensor) -> int:
+    """Rows to add to num_rows before a product of x's dtype and device treats each row alike."""
+    exact = x.dtype != torch.float32 or x.device.type != "cpu"
+    return 0 if exact else -num_rows % ROW_MULTIPLE
+
+
+def row_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """x_TI @ weight_OI^T -> [T, O], each row's bits independent of T. Takes x in the weight's dtype."""
+    extra = missing_rows(x_TI.shape[0], x_TI)
+    if not extra:
+        return F.linear(x_TI, weight_OI)
+    return F.linear(F.pad(x_TI, (0, 0, 0, extra)), weight_OI)[: x_TI.shape[0]]
+
+
+def tile_product(a_NMK: torch.Tensor, b_NKL: torch.Tensor) -> torch.Tensor:
+    """Batched a_NMK @ b_NKL -> [N, M, L]; the bits of row m depend on its row of a and on b[n] alone."""
+    num_rows = a_NMK.shape[1]
+    extra = missing_rows(num_rows, a_NMK)
+    if not extra:
+        return torch.bmm(a_NMK, b_NKL)
+    return torch.bmm(F.pad(a_NMK, (0, 0, 0, extra)), b_NKL)[:, :num_rows]
+
+
+def mean_square_rsqrt(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """rsqrt(mean of squares over the last dim + eps), that dim kept with size 1; x is in a wide dtype."""
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def rms_norm(x: torch.Tensor, gain: torch.Tensor | None, eps: float, out: torch.dtype) -> torch.Tensor:
+    """gain * x * rsqrt(mean(x^2) + eps) over the last dim, in the gain's (wide) dtype, cast once to `out`.
+
+    Without a gain x must be wide already. model.md 2.1.
+    """
+    wide = x if gain is None else x.to(gain.dtype)
+    normed = wide * mean_square_rsqrt(wide, eps)
+    return (normed if gain is None else normed * gain).to(out)

@@ -1,0 +1,1 @@
+"""The bundled sample: a small trained V4 checkpoint in the official layout."""

@@ -1,0 +1,1 @@
+"""The V4 target as one row-based forward."""

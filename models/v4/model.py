@@ -1,0 +1,242 @@
+"""The V4 target: one row-based forward for decode, verification, prefill chunks, mixtures and training.
+
+Legend: T local rows, G group rows, A asked rows, h streams, H hidden, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from ...comm.logits import gather_asked, return_best, return_logits
+from ...layouts.payloads import payload
+from ...layouts.rowplan import Geometry, RowPlan, plan_rows
+from ...layouts.rows import RequestRows
+from ...parallel.groups import Groups
+from ...parallel.ownership import vocab_slice
+from ..functions import rms_norm, row_linear
+from ..numerics import Numerics
+from ..stages import StageClock
+from .block import AttentionLayer, Block, StepContext
+from .caches import Caches, CacheShape
+from .compressor import CompressorWeights
+from .config import V4Config
+from .hyper import HyperWeights, hc_head
+from .indexer import IndexerWeights
+from .moe import make_moe
+from .projections import ProjectionWeights
+from .rope import angles, frequencies
+
+PAYLOAD_KINDS = ("kv", "hca", "csa_main", "csa_aux")
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A point of the forward to export, local rows only.
+
+    mean_out: mean over the streams of the layer's output [T, H]; mean_in: of what enters the layer [T, H];
+    streams: the layer's output streams [T, h, H].
+    """
+
+    layer: int
+    point: Literal["mean_out", "mean_in", "streams"] = "mean_out"
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step gives this rank.
+
+    owned: (request of the plan, offset) of the asked rows that this tp_rank owns; logits [A, V] in the
+    accumulation dtype or ids [A] int64, whichever was wanted, in that order. taps: local rows. counts: per layer,
+    rows that this rank sent to each expert.
+    """
+
+    owned: tuple[tuple[int, int], ...]
+    logits: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+    taps: Mapping[Tap, torch.Tensor] = field(default_factory=dict)
+    counts: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Model:
+    """One rank's share of a V4 target, built for one topology."""
+
+    def __init__(
+        self,
+        config: V4Config,
+        weights: dict[str, torch.Tensor],
+        groups: Groups,
+        numerics: Numerics,
+    ) -> None:
+        """weights: this rank's tensors by official name, as models.checkpoint.loader gives them; kept, not copied."""
+        groups.topology.check_model(config.o_groups, config.vocab_size, config.n_routed_experts)
+        self.config, self.groups, self.numerics = config, groups, numerics
+        self.clock = StageClock()
+        self.embed, self.head, self.norm = weights["embed.weight"], weights["head.weight"], weights["norm.weight"]
+        self.hc_head = _hyper(weights, "hc_head")
+        self.blocks = tuple(_block(weights, config, layer) for layer in range(config.num_hidden_layers))
+        self.geometry = Geometry(
+            config.sliding_window, tuple(sorted(set(config.compress_ratios))), config.index_topk
+        )
+        self._payloads = {
+            kind: payload(
+                kind,
+                head_dim=config.head_dim,
+                index_head_dim=config.index_head_dim,
+                kv_dtype=numerics.kv,
+                state_dtype=numerics.accumulation,
+                wire=numerics.wire,
+            )
+            for kind in PAYLOAD_KINDS
+        }
+        device = self.embed.device
+        self._frequencies = {kind: frequencies(config, kind, device) for kind in (0, 4)}
+        shard = vocab_slice(groups.tp.rank, groups.topology.tp, config.vocab_size)
+        expected = (shard.stop - shard.start, config.hidden_size)
+        if tuple(self.head.shape) != expected:
+            raise ValueError(
+                f"head.weight is {tuple(self.head.shape)}, allowed: {expected} at {groups.topology}"
+            )
+        self._vocab_offset = shard.start
+
+    def make_caches(self, shape: CacheShape) -> Caches:
+        return Caches(self.config, shape, self.numerics, self.groups.topology, self.embed.device)
+
+    def plan(self, requests: Sequence[RequestRows], caches: Caches | None = None) -> RowPlan:
+        """The plan of a step for this rank; all ranks of its TP group pass the same requests."""
+        return plan_rows(
+            requests,
+            self.geometry,
+            tp=self.groups.topology.tp,
+            tp_rank=self.groups.tp.rank,
+            tables=None if caches is None else caches.tables,
+            families=() if caches is None else caches.families,
+        )
+
+    def plan_sequences(self, sequences: Sequence[Sequence[int]], asked: str = "all") -> RowPlan:
+        """A plan of whole sequences without caches; asked 'all' or 'last' rows of each, owned by tp_rank 0."""
+        if asked not in ("all", "last"):
+            raise ValueError(f"asked is {asked!r}, allowed: 'all', 'last'")
+        return self.plan(
+            [
+                RequestRows(i, 0, tokens, asked=range(len(tokens) if asked == "all" else 0) or (len(tokens) - 1,))
+                for i, tokens in enumerate(sequences)
+            ]
+        )
+
+    def forward(
+        self,
+        plan: RowPlan,
+        caches: Caches | None = None,
+        taps: Sequence[Tap] = (),
+        *,
+        want: Literal["logits", "ids"] = "logits",
+        gather_weights: bool = False,
+    ) -> StepOutput:
+        """Run one step. Mutates the caches; differentiable where there are none.
+
+        want 'ids' asks for the highest logit's id only (ties to the lowest id). gather_weights picks the second
+        form of the output projection; same bits.
+        """
+        if caches is not None and caches.topology != self.groups.topology:
+            caches.topology.require_same(self.groups.topology, "caches")
+        step = self._step(plan, caches, gather_weights)
+        with self.clock("embed"):
+            x_TH = self.embed[step.token_T].to(self.numerics.stream)
+            streams_ThH = x_TH[:, None].expand(-1, self.config.hc_mult, -1)
+        tapped: dict[Tap, torch.Tensor] = {}
+        counts: dict[int, torch.Tensor] = {}
+        for layer, block in enumerate(self.blocks):
+            before_ThH = streams_ThH
+            streams_ThH, counts[layer] = block.forward(streams_ThH, step)
+            for tap in taps:
+                if tap.layer == layer:
+                    tapped[tap] = self._tap(tap, before_ThH, streams_ThH)
+        with self.clock("lm_head"):
+            logits, ids = self._head(streams_ThH, plan, want)
+        return StepOutput(plan.asked.owned(self.groups.tp.rank), logits, ids, tapped, counts)
+
+    def _tap(self, tap: Tap, before_ThH: torch.Tensor, after_ThH: torch.Tensor) -> torch.Tensor:
+        if tap.point == "streams":
+            return after_ThH
+        streams = before_ThH if tap.point == "mean_in" else after_ThH
+        return streams.to(self.numerics.accumulation).mean(1).to(self.numerics.activation)
+
+    def _step(self, plan: RowPlan, caches: Caches | None, gather_weights: bool) -> StepContext:
+        position_T, wide = plan.local(plan.rows.position_G), self.numerics.accumulation
+        return StepContext(
+            config=self.config,
+            numerics=self.numerics,
+            groups=self.groups,
+            plan=plan,
+            caches=caches,
+            payloads=self._payloads,
+            rotation={kind: angles(position_T, self._frequencies[4 * kind], wide) for kind in (0, 1)},
+            entry_rotation={
+                ratio: angles(boundaries.start_E, self._frequencies[4], wide)
+                for ratio, boundaries in plan.boundaries.items()
+            },
+            token_T=plan.local(plan.rows.token_G),
+            valid_T=plan.local(plan.rows.valid_G),
+            position_G=plan.rows.position_G,
+            clock=self.clock,
+            gather_weights=gather_weights,
+        )
+
+    def _head(
+        self, streams_ThH: torch.Tensor, plan: RowPlan, want: str
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Final norm of the asked rows, their logits on this rank's vocabulary, and the exchange to the owners."""
+        group, asked, act = self.groups.tp, plan.asked, self.numerics.activation
+        hidden_AH = hc_head(streams_ThH[asked.local_rows], self.hc_head, self.config, act)
+        hidden_AH = rms_norm(hidden_AH, self.norm, self.config.rms_norm_eps, act)
+        hidden_AH = gather_asked(hidden_AH, asked.counts, group, stage="lm_head")
+        local_AV = row_linear(hidden_AH.to(self.head.dtype), self.head)
+        if want == "logits":
+            return return_logits(local_AV, asked.destination, group, stage="exchange_logits"), None
+        ids, _ = return_best(local_AV, self._vocab_offset, asked.destination, group, stage="exchange_logits")
+        return None, ids
+
+
+def _hyper(weights: dict[str, torch.Tensor], prefix: str) -> HyperWeights:
+    return HyperWeights(*(weights[f"{prefix}_{part}"] for part in ("fn", "base", "scale")))
+
+
+def _compressor(weights: dict[str, torch.Tensor], prefix: str) -> CompressorWeights:
+    return CompressorWeights(
+        *(weights[f"{prefix}compressor.{name}"] for name in ("wkv.weight", "wgate.weight", "ape", "norm.weight"))
+    )
+
+
+def _block(weights: dict[str, torch.Tensor], config: V4Config, layer: int) -> Block:
+    prefix = f"layers.{layer}."
+    attn = f"{prefix}attn."
+    ratio = config.compress_ratios[layer]
+    projections = ProjectionWeights(
+        *(weights[f"{attn}{name}.weight"] for name in ("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "wo_a", "wo_b"))
+    )
+    indexer = None
+    if ratio == 4:
+        indexer = IndexerWeights(
+            weights[f"{attn}indexer.wq_b.weight"],
+            weights[f"{attn}indexer.weights_proj.weight"],
+            _compressor(weights, f"{attn}indexer."),
+        )
+    attention = AttentionLayer(
+        layer=layer,
+        place=config.layers_of(ratio).index(layer),
+        ratio=ratio,
+        projections=projections,
+        sink=weights[f"{attn}attn_sink"],
+        compressor=_compressor(weights, attn) if ratio else None,
+        indexer=indexer,
+    )
+    return Block(
+        hc_attn=_hyper(weights, f"{prefix}hc_attn"),
+        attn_norm=weights[f"{prefix}attn_norm.weight"],
+        attention=attention,
+        hc_ffn=_hyper(weights, f"{prefix}hc_ffn"),
+        ffn_norm=weights[f"{prefix}ffn_norm.weight"],
+        moe=make_moe(weights, prefix, config, config.is_hash_layer(layer)),
+    )

@@ -1,0 +1,155 @@
+"""Mixture of experts: routers, routed experts over the EP group, the shared expert.
+
+Legend: T local rows, H hidden, E routed experts, X experts of this rank, I expert width, k experts per row,
+R rows received by this rank's experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ...comm.experts import combine, dispatch
+from ...parallel.groups import Group
+from ..functions import row_linear, silu, softplus
+from .config import V4Config
+
+Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""scores [T, E], indices [T, k] int64 (-1 for no expert), weights [T, k]."""
+
+SUM_FLOOR = 1e-20
+"""Keeps the weights finite where every chosen score underflows."""
+
+
+class Router(Protocol):
+    def forward(self, x_TH: torch.Tensor, token_ids: torch.Tensor | None = None) -> Routing: ...
+
+
+def _weigh(scores_TE: torch.Tensor, indices_Tk: torch.Tensor, factor: float) -> torch.Tensor:
+    chosen_Tk = scores_TE.gather(1, indices_Tk)
+    return chosen_Tk / (chosen_Tk.sum(1, keepdim=True) + SUM_FLOOR) * factor
+
+
+def gate_scores(x_TH: torch.Tensor, gate_EH: torch.Tensor) -> torch.Tensor:
+    """sqrt(softplus(gate logits)) [T, E] in the gate's (wide) dtype."""
+    return torch.sqrt(softplus(row_linear(x_TH.to(gate_EH.dtype), gate_EH)))
+
+
+@dataclass(frozen=True)
+class LearnedRouter:
+    """The k highest of score + bias (ties to the lowest expert), weighted by their scores without bias."""
+
+    gate: torch.Tensor
+    bias: torch.Tensor
+    num_experts_per_tok: int
+    routed_scaling_factor: float
+
+    def forward(self, x_TH: torch.Tensor, token_ids: torch.Tensor | None = None) -> Routing:
+        scores_TE = gate_scores(x_TH, self.gate)
+        ranked = torch.sort(scores_TE.detach() + self.bias, dim=1, descending=True, stable=True).indices
+        indices_Tk = ranked[:, : self.num_experts_per_tok]
+        return scores_TE, indices_Tk, _weigh(scores_TE, indices_Tk, self.routed_scaling_factor)
+
+
+@dataclass(frozen=True)
+class HashRouter:
+    """Experts from the token's row of a table [vocabulary, k]; their weights still come from the gate."""
+
+    gate: torch.Tensor
+    table: torch.Tensor
+    routed_scaling_factor: float
+
+    def forward(self, x_TH: torch.Tensor, token_ids: torch.Tensor | None = None) -> Routing:
+        if token_ids is None:
+            raise ValueError("a hash router needs token_ids")
+        scores_TE = gate_scores(x_TH, self.gate)
+        indices_Tk = self.table[token_ids]
+        return scores_TE, indices_Tk, _weigh(scores_TE, indices_Tk, self.routed_scaling_factor)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """w1 (gate) and w3 (up) [X, I, H], w2 (down) [X, H, I]; for one expert without the leading dim."""
+
+    w1: torch.Tensor
+    w3: torch.Tensor
+    w2: torch.Tensor
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit): the gate is clamped from above only."""
+    return silu(torch.clamp(gate, max=limit)) * torch.clamp(up, -limit, limit)
+
+
+def grouped_linear(x_RI: torch.Tensor, weights_XOI: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Rows sorted by expert, each segment through its expert's matrix on its own -> [R, O]."""
+    segments = x_RI.split(list(counts))
+    outputs = [row_linear(segment, weights_XOI[e]) for e, segment in enumerate(segments) if len(segment)]
+    return torch.cat(outputs) if outputs else x_RI.new_zeros(0, weights_XOI.shape[1])
+
+
+def routed_experts(
+    x_RH: torch.Tensor,
+    weight_R: torch.Tensor,
+    counts: Sequence[int],
+    experts: ExpertWeights,
+    limit: float,
+) -> torch.Tensor:
+    """Expert outputs [R, H], already multiplied by their routing weight (before w2, in weight_R's wide dtype)."""
+    gate_RI = grouped_linear(x_RH, experts.w1, counts).to(weight_R.dtype)
+    up_RI = grouped_linear(x_RH, experts.w3, counts).to(weight_R.dtype)
+    hidden_RI = clamped_swiglu(gate_RI, up_RI, limit) * weight_R[:, None]
+    return grouped_linear(hidden_RI.to(x_RH.dtype), experts.w2, counts)
+
+
+def shared_expert(x_TH: torch.Tensor, expert: ExpertWeights, limit: float, wide: torch.dtype) -> torch.Tensor:
+    """The expert that every row passes, [T, H]."""
+    gate_TI, up_TI = row_linear(x_TH, expert.w1).to(wide), row_linear(x_TH, expert.w3).to(wide)
+    return row_linear(clamped_swiglu(gate_TI, up_TI, limit).to(x_TH.dtype), expert.w2)
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """Any router, this rank's routed experts, and the shared one."""
+
+    router: Router
+    experts: ExpertWeights
+    shared: ExpertWeights
+    num_experts: int
+    swiglu_limit: float
+
+    def forward(
+        self, x_TH: torch.Tensor, token_T: torch.Tensor, valid_T: torch.Tensor, group: Group
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(y [T, H] in x's dtype, rows sent to each expert [E] int64).
+
+        Rows that are not valid reach no routed expert. Expert outputs are added to the shared one's in route
+        order, in the router's wide dtype, so the result does not depend on where experts live.
+        """
+        _, indices_Tk, weights_Tk = self.router.forward(x_TH, token_T)
+        sent = dispatch(x_TH, indices_Tk, weights_Tk, valid_T, group, self.num_experts, stage="dispatch")
+        y_RH = routed_experts(sent.x_RD, sent.weights_R, sent.expert_counts, self.experts, self.swiglu_limit)
+        routed_TkH = combine(y_RH, sent.handle, stage="combine")
+        sum_TH = shared_expert(x_TH, self.shared, self.swiglu_limit, weights_Tk.dtype).to(weights_Tk.dtype)
+        for route_TH in routed_TkH.unbind(1):
+            sum_TH = sum_TH + route_TH.to(sum_TH.dtype)
+        return sum_TH.to(x_TH.dtype), torch.bincount(indices_Tk[valid_T].flatten(), minlength=self.num_experts)
+
+
+def make_moe(weights: "dict[str, torch.Tensor]", prefix: str, config: V4Config, hash_layer: bool) -> MoELayer:
+    """The MoE of the block whose tensor names start with prefix."""
+
+    def expert(name: str) -> ExpertWeights:
+        return ExpertWeights(*(weights[f"{prefix}ffn.{name}.{w}.weight"] for w in ("w1", "w3", "w2")))
+
+    gate = weights[f"{prefix}ffn.gate.weight"]
+    router: Router
+    if hash_layer:
+        router = HashRouter(gate, weights[f"{prefix}ffn.gate.tid2eid"], config.routed_scaling_factor)
+    else:
+        bias = weights[f"{prefix}ffn.gate.bias"]
+        router = LearnedRouter(gate, bias, config.num_experts_per_tok, config.routed_scaling_factor)
+    return MoELayer(
+        router, expert("experts"), expert("shared_experts"), config.n_routed_experts, config.swiglu_limit
+    )

@@ -1,0 +1,119 @@
+"""Group: the one handle that a collective takes, and what happens around each call."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from .errors import CommError, TransportError, error_kind
+from .ledger import Ledger, Record
+from .topology import Topology
+
+
+@dataclass
+class Health:
+    """The first failure among the groups that share it."""
+
+    failure: CommError | None = None
+
+
+@dataclass(eq=False)
+class Group:
+    """The only handle that a collective takes.
+
+    `ranks` are world ranks, `rank` is the place among them, `timeout` is in seconds. A group of one has no
+    process group. `sequence` counts the calls; after a failure every further call of any group of the same
+    `Groups` raises that failure again.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: dist.ProcessGroup | None
+    timeout: float = 60.0
+    transport: str = "torch"
+    control: None = None
+    check: str = "off"
+    ledger: Ledger = field(default_factory=Ledger)
+    topology: Topology = field(default_factory=Topology)
+    device: str = "cpu"
+    health: Health = field(default_factory=Health)
+    sequence: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def error(self, kind: type[CommError], message: str, op: str, stage: str) -> CommError:
+        """An error that carries this group, its sequence and its ranks."""
+        return kind(message, group=self.name, sequence=self.sequence, op=op, stage=stage, ranks=self.ranks)
+
+    def poison(self, failure: CommError) -> None:
+        """Make every further use fail at once: a half-finished exchange leaves ranks at different calls."""
+        if self.health.failure is None:
+            self.health.failure = failure
+
+    @contextmanager
+    def call(
+        self,
+        op: str,
+        stage: str,
+        *,
+        dtype: str = "",
+        rows: int = 0,
+        columns: int = 0,
+        sent_bytes: int = 0,
+        splits: Sequence[int] = (),
+    ) -> Iterator[dist.ProcessGroup]:
+        """Around one exchange: counts it, records it, turns the backend's exception into a typed error.
+
+        Hands out the process group. Raises the first failure again if there was one.
+        """
+        if self.health.failure is not None:
+            raise self.health.failure
+        assert self.process_group is not None, "a group of one has nothing to exchange"
+        self.sequence += 1
+        start = time.perf_counter()
+        try:
+            yield self.process_group
+        except CommError as failure:
+            self.poison(failure)
+            raise
+        except Exception as problem:
+            failure = self.error(error_kind(str(problem)), first_line(problem), op, stage)
+            self.poison(failure)
+            raise failure from problem
+        except BaseException as problem:
+            self.poison(self.error(TransportError, f"interrupted by {type(problem).__name__}", op, stage))
+            raise
+        if self.ledger.enabled:
+            self.ledger.add(
+                Record(
+                    self.sequence,
+                    self.name,
+                    op,
+                    dtype,
+                    rows,
+                    columns,
+                    sent_bytes,
+                    tuple(splits),
+                    stage,
+                    start,
+                    time.perf_counter(),
+                )
+            )
+
+
+def first_line(problem: BaseException) -> str:
+    """What a backend said, without its stack."""
+    text = str(problem).strip().splitlines()
+    return text[0] if text else type(problem).__name__
+
+
+def cpu_tensor(data: bytes) -> torch.Tensor:
+    """Bytes as a uint8 tensor of its own memory."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)

@@ -1,0 +1,235 @@
+"""Groups: the process groups of a topology. The only file that starts torch.distributed and makes groups."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from .errors import CommError, TransportError, error_kind
+from .group import Group, Health, first_line
+from .ledger import Ledger
+from .preflight import Fact, compare_facts
+from .topology import Topology
+
+# Idle ranks wait for rank 0 without a limit that anybody will meet; a closed connection still ends the wait.
+IDLE_SECONDS = 365.0 * 24 * 3600
+
+__all__ = ["Group", "Groups", "Health", "IDLE_SECONDS"]
+
+
+@dataclass(eq=False)
+class Groups:
+    """All groups in which one rank takes part.
+
+    `world`, `tp` and `ep` move rows on `device`; `control` is a CPU group over the world for small exchanges
+    of numbers and bytes (the world group itself on gloo); `front` only wakes idle ranks. cp is tp.
+    """
+
+    topology: Topology
+    rank: int
+    device: str
+    backend: str
+    world: Group
+    tp: Group
+    ep: Group
+    control: Group
+    front: Group
+    ledger: Ledger
+    health: Health
+    owns_world: bool = True
+    closed: bool = False
+
+    @property
+    def cp(self) -> Group:
+        """The context group: the tensor group by definition."""
+        return self.tp
+
+    @classmethod
+    def single(
+        cls, device: str = "cpu", topology: Topology | None = None, ledger: Ledger | None = None
+    ) -> "Groups":
+        """Groups of one rank: no process group, nothing started."""
+        topology = Topology() if topology is None else topology
+        if topology.world != 1:
+            raise ValueError(f"one rank alone needs world 1, but it is {topology.world} in {topology}")
+        return _Maker(topology, 0, "none", device, 60.0, ledger or Ledger()).single()
+
+    @classmethod
+    def start(
+        cls,
+        topology: Topology,
+        *,
+        rank: int,
+        backend: str,
+        device: str = "cpu",
+        timeout: float = 60.0,
+        store: dist.Store | None = None,
+        facts: Mapping[str, Fact] | None = None,
+        ledger: Ledger | None = None,
+    ) -> "Groups":
+        """Start torch.distributed and make every group, in one order on all ranks, `timeout` seconds on each.
+
+        Without a `store` the ranks meet where torchrun's environment says. Before a group is made the ranks
+        compare versions, topology and `facts`; CollectiveMismatch on every rank if they differ. A world of one
+        starts nothing. ValueError if torch.distributed runs already (use `derive`).
+        """
+        topology.coordinates(rank)
+        if topology.world == 1:
+            return cls.single(device, topology, ledger)
+        if dist.is_initialized():
+            raise ValueError("torch.distributed is already started; close the first groups or derive from them")
+        if not timeout > 0:
+            raise ValueError(f"timeout is {timeout}, allowed: seconds above 0")
+        store = _meet(topology, rank, timeout) if store is None else store
+        # A store may outlive several starts: a number of its own keeps their keys apart.
+        store = dist.PrefixStore(f"meshspark{store.add(f'meshspark/starts/{rank}', 1)}", store)
+        ends = timedelta(seconds=timeout)
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=topology.world, timeout=ends)
+        except RuntimeError as problem:
+            raise _start_error(problem, topology) from problem
+        try:
+            return _Maker(topology, rank, backend, device, timeout, ledger or Ledger()).make(facts or {})
+        except BaseException:
+            dist.destroy_process_group()
+            raise
+
+    def derive(
+        self, topology: Topology, facts: Mapping[str, Fact] | None = None
+    ) -> "Groups":
+        """Groups of another topology over the same world. All ranks call it in the same order."""
+        if topology.world != self.topology.world:
+            raise ValueError(f"world is {self.topology.world} and cannot become {topology.world}")
+        if topology.world == 1:
+            return Groups.single(self.device, topology, self.ledger)
+        if self.closed or self.health.failure is not None:
+            raise self.health.failure or ValueError("these groups are closed")
+        maker = _Maker(topology, self.rank, self.backend, self.device, self.world.timeout, self.ledger)
+        return maker.make(facts or {}, self)
+
+    def close(self) -> None:
+        """End the groups; without effect when called again. Waits for nobody.
+
+        Derived groups end only their own and leave the world to those that started it.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        closed = TransportError("the groups are closed", group="world", ranks=self.world.ranks)
+        if self.health.failure is None:
+            self.health.failure = closed
+        if self.world.process_group is None or not dist.is_initialized():
+            return
+        if self.owns_world:
+            dist.destroy_process_group()
+            return
+        for group in (self.tp, self.ep):
+            if group.process_group is not None:
+                dist.destroy_process_group(group.process_group)
+
+
+def _meet(topology: Topology, rank: int, timeout: float) -> dist.Store:
+    """The store that torchrun's environment names."""
+    ends = timedelta(seconds=timeout)
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, topology.world, timeout=ends))
+    except RuntimeError as problem:
+        raise _start_error(problem, topology) from problem
+    return store
+
+
+def _start_error(problem: Exception, topology: Topology) -> CommError:
+    kind = error_kind(str(problem))
+    ranks = range(topology.world)
+    return kind(first_line(problem), group="world", sequence=0, op="start", stage="start", ranks=ranks)
+
+
+@dataclass
+class _Maker:
+    """Makes the groups of one rank in the one order that all ranks follow."""
+
+    topology: Topology
+    rank: int
+    backend: str
+    device: str
+    timeout: float
+    ledger: Ledger
+    health: Health = field(default_factory=Health)
+
+    def single(self) -> Groups:
+        world, tp, ep, control, front = (
+            self._group(name, (0,), None) for name in ("world", "tp", "ep", "control", "front")
+        )
+        return self._groups(world, tp, ep, control, front, True)
+
+    def make(self, facts: Mapping[str, Fact], base: Groups | None = None) -> Groups:
+        everyone = tuple(range(self.topology.world))
+        if base is None:
+            world = self._group("world", everyone, dist.group.WORLD)
+            control = world
+            if self.backend != "gloo":
+                control = self._group("control", everyone, self._new(everyone, "gloo"), device="cpu")
+        else:
+            self.health = base.health
+            world, control = self._adopt(base.world), self._adopt(base.control)
+        # Ranks that disagree about the topology would make different groups and wait for ever.
+        compare_facts(control, facts)
+        if base is None:
+            front = self._group("front", everyone, self._new(everyone, "gloo"), IDLE_SECONDS, "cpu")
+        else:
+            front = self._adopt(base.front)
+        tp = self._sub_groups("tp", self.topology.tp_groups())
+        ep = self._sub_groups("ep", self.topology.ep_groups())
+        return self._groups(world, tp, ep, control, front, base is None)
+
+    def _groups(self, world: Group, tp: Group, ep: Group, control: Group, front: Group, owns: bool) -> Groups:
+        return Groups(
+            self.topology,
+            self.rank,
+            self.device,
+            self.backend,
+            world,
+            tp,
+            ep,
+            control,
+            front,
+            self.ledger,
+            self.health,
+            owns,
+        )
+
+    def _sub_groups(self, name: str, members: tuple[tuple[int, ...], ...]) -> Group:
+        mine: Group | None = None
+        for ranks in members:
+            process_group = self._new(ranks, self.backend) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                mine = self._group(name, ranks, process_group)
+        assert mine is not None
+        return mine
+
+    def _new(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
+        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout), backend=backend)
+
+    def _group(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        process_group: dist.ProcessGroup | None,
+        timeout: float | None = None,
+        device: str | None = None,
+    ) -> Group:
+        return Group(
+            name,
+            ranks,
+            ranks.index(self.rank),
+            process_group,
+            self.timeout if timeout is None else timeout,
+            ledger=self.ledger,
+            topology=self.topology,
+            device=self.device if device is None else device,
+            health=self.health,
+        )
+
+    def _adopt(self, group: Group) -> Group:
+        return self._group(group.name, group.ranks, group.process_group, group.timeout, group.device)
