@@ -33,10 +33,10 @@ class Lanes:
         """
         lanes_XC = fresh_XC.new_zeros(self.num_tiles * self.num_lanes, fresh_XC.shape[1])
         if len(self.fresh_lane):
-            lanes_XC = lanes_XC.index_copy(0, self.fresh_lane, fresh_XC[self.fresh_source])
+            lanes_XC = lanes_XC.index_copy(0, self.fresh_lane, fresh_XC.index_select(0, self.fresh_source))
         if len(self.resident_lane):
             assert pool_SC is not None
-            lanes_XC.index_copy_(0, self.resident_lane, pool_SC[self.resident[family]])
+            lanes_XC.index_copy_(0, self.resident_lane, pool_SC.index_select(0, self.resident[family]))
         return lanes_XC.view(self.num_tiles, self.num_lanes, fresh_XC.shape[1])
 
 

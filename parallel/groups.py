@@ -46,9 +46,7 @@ class Groups:
         return self.tp
 
     @classmethod
-    def single(
-        cls, device: str = "cpu", topology: Topology | None = None, ledger: Ledger | None = None
-    ) -> "Groups":
+    def single(cls, device: str = "cpu", topology: Topology | None = None, ledger: Ledger | None = None) -> "Groups":
         """Groups of one rank: no process group, nothing started."""
         topology = Topology() if topology is None else topology
         if topology.world != 1:
@@ -95,9 +93,7 @@ class Groups:
             dist.destroy_process_group()
             raise
 
-    def derive(
-        self, topology: Topology, facts: Mapping[str, Fact] | None = None
-    ) -> "Groups":
+    def derive(self, topology: Topology, facts: Mapping[str, Fact] | None = None) -> "Groups":
         """Groups of another topology over the same world. All ranks call it in the same order."""
         if topology.world != self.topology.world:
             raise ValueError(f"world is {self.topology.world} and cannot become {topology.world}")

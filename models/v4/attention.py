@@ -51,7 +51,7 @@ def attend(
     outputs = [q_TAD.new_zeros(1, *q_TAD.shape[1:])]
     for batch in tiles.batches:
         outputs.append(_attend_batch(scaled_TAD, window, entries, index, sink_A, batch, tables))
-    return torch.cat(outputs)[tiles.place_T]
+    return torch.cat(outputs).index_select(0, tiles.place_T)
 
 
 def _attend_batch(
@@ -65,7 +65,7 @@ def _attend_batch(
 ) -> torch.Tensor:
     N, R = batch.rows_NR.shape
     A, D = q_TAD.shape[1:]
-    q_NMD = q_TAD[batch.rows_NR.clamp(min=0)].view(N, R * A, D)
+    q_NMD = q_TAD.index_select(0, batch.rows_NR.clamp(min=0).flatten()).view(N, R * A, D)
     blocks = [_shared_keys(q_NMD, batch.window.fill(window.fresh_XD, window.pool_SD, window.family), R)]
     masks = [batch.window_admitted_NRL]
     if batch.entries is not None and entries is not None:

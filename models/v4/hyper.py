@@ -30,14 +30,15 @@ def _collapse(pre_Th: torch.Tensor, streams_ThH: torch.Tensor, out: torch.dtype)
 
 
 def sinkhorn(logits_Thh: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """Near doubly stochastic mixing matrices: softmax over the last axis, then columns and rows in turn,
-    ending on columns."""
-    mix = torch.softmax(logits_Thh, dim=-1) + eps
-    mix = mix / (mix.sum(1, keepdim=True) + eps)
+    """Near doubly stochastic mixing matrices [T, h, h]: softmax over the last axis, then columns and rows in
+    turn, ending on columns."""
+    # Rows last: every step then runs over long contiguous vectors instead of h x h crumbs.
+    mix_hhT = torch.softmax(logits_Thh, dim=-1).permute(1, 2, 0).contiguous() + eps
+    mix_hhT = mix_hhT / (mix_hhT.sum(0, keepdim=True) + eps)
     for _ in range(iterations - 1):
-        mix = mix / (mix.sum(2, keepdim=True) + eps)
-        mix = mix / (mix.sum(1, keepdim=True) + eps)
-    return mix
+        mix_hhT = mix_hhT / (mix_hhT.sum(1, keepdim=True) + eps)
+        mix_hhT = mix_hhT / (mix_hhT.sum(0, keepdim=True) + eps)
+    return mix_hhT.permute(2, 0, 1).contiguous()
 
 
 def hc_pre(

@@ -60,8 +60,7 @@ def fp8(block: tuple[int, int] = (128, 128)) -> QuantSpec:
 def decode_e8m0(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Byte b -> 2^(b - 127) in dtype; 255 is NaN. Takes float8_e8m0fnu or uint8."""
     exponent = scale.view(torch.uint8).to(torch.int32) - 127
-    value = torch.ldexp(torch.ones((), dtype=torch.float64), exponent)
-    return torch.where(exponent == 128, math.nan, value).to(dtype)
+    return torch.where(exponent == 128, math.nan, _power_of_two(exponent)).to(dtype)
 
 
 def encode_e8m0(exponent: torch.Tensor) -> torch.Tensor:
@@ -78,13 +77,16 @@ def encode(
     Encoding what was decoded gives the same values again. Raises ValueError for NaN, infinity or a wrong width.
     """
     spec.stored_shape(tuple(weight_RC.shape))
-    largest_UV = _block_largest(weight_RC, spec.block)
-    if not bool(torch.isfinite(largest_UV).all()):
-        raise ValueError(f"weight of shape {tuple(weight_RC.shape)} holds NaN or infinity, allowed: finite values")
     limit = FP8_MAX if spec.kind == "fp8" else FP4_MAX
+    largest_UV = _block_largest(weight_RC, spec.block)
+    if not bool((largest_UV.double() <= limit * 2.0**127).all()):
+        raise ValueError(
+            f"weight of shape {tuple(weight_RC.shape)} holds NaN, infinity or a number beyond the largest scale, "
+            f"allowed: finite values up to {limit} * 2^127"
+        )
     exponent_UV = _scale_exponent(largest_UV, limit)
-    inverse = torch.ldexp(torch.ones((), dtype=_wide(weight_RC.dtype)), -exponent_UV)
-    scaled_RC = _narrow(weight_RC.to(inverse.dtype) * _spread(inverse, spec.block, tuple(weight_RC.shape)))
+    inverse_UV = _power_of_two(-exponent_UV).to(_wide(weight_RC.dtype))
+    scaled_RC = _narrow(weight_RC.to(inverse_UV.dtype) * _spread(inverse_UV, spec.block, tuple(weight_RC.shape)))
     scaled_RC = scaled_RC.clamp(-limit, limit)
     codes = scaled_RC.to(torch.float8_e4m3fn) if spec.kind == "fp8" else _pack_fp4(scaled_RC)
     scale_e8m0 = encode_e8m0(exponent_UV)
@@ -110,7 +112,9 @@ def decode(
     columns = packed * 2 if spec.kind == "fp4" else packed
     wanted = (*lead, *(touched_blocks(o, n, b) for o, n, b in zip(origin, (rows, columns), spec.block, strict=True)))
     if tuple(scale_UV.shape) != wanted:
-        raise ValueError(f"scale has shape {tuple(scale_UV.shape)}, {spec.kind} of {(*lead, rows, columns)} is {wanted}")
+        raise ValueError(
+            f"scale has shape {tuple(scale_UV.shape)}, {spec.kind} of {(*lead, rows, columns)} is {wanted}"
+        )
     result = torch.empty((*lead, rows, columns), dtype=dtype) if out is None else out
     wide = dtype if is_exact(scale_UV, spec, dtype) else torch.float64
     scale = scale_UV.to(wide) if scale_UV.dtype == torch.float32 else decode_e8m0(scale_UV, wide)
@@ -160,6 +164,11 @@ class _FakeQuantise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0], None
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2^exponent in FP64, by its bits; exponents -1022 to 1023."""
+    return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,125 @@
+"""One shim over torch.distributed: names, dtypes and environment of gloo, NCCL and HCCL."""
+
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..parallel.groups import Group
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+
+# What all backends carry. Raw 16-bit data travels as bfloat16 or bytes, never as int16, which gloo and NCCL lack.
+WIRE_DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+
+# On gloo a direct exchange of the rows beats its all-gather from about this many result bytes on.
+DIRECT_GATHER_BYTES = 1 << 20
+
+# Variables that each backend reads, in the order in which they are shown.
+ENVIRONMENT = {
+    "gloo": ("GLOO_SOCKET_IFNAME",),
+    "nccl": ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_BUFFSIZE", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES"),
+    "hccl": (
+        "GLOO_SOCKET_IFNAME",
+        "HCCL_SOCKET_IFNAME",
+        "HCCL_BUFFSIZE",
+        "HCCL_EXEC_TIMEOUT",
+        "HCCL_CONNECT_TIMEOUT",
+        "ASCEND_RT_VISIBLE_DEVICES",
+    ),
+}
+_POSITIVE = ("NCCL_BUFFSIZE", "HCCL_BUFFSIZE", "HCCL_CONNECT_TIMEOUT")
+_NOT_NEGATIVE = ("HCCL_EXEC_TIMEOUT",)
+
+
+def backend_for(device: str) -> str:
+    """gloo, nccl or hccl for a device such as cpu, cuda:1 or npu."""
+    kind = device.split(":")[0]
+    if kind not in BACKENDS:
+        raise ValueError(f"device is {device!r}, allowed: {sorted(BACKENDS)}")
+    return BACKENDS[kind]
+
+
+def check_wire(dtype: torch.dtype, what: str) -> None:
+    """ValueError before anything is sent if a dtype does not travel on every backend."""
+    if dtype not in WIRE_DTYPES:
+        allowed = [str(d).removeprefix("torch.") for d in WIRE_DTYPES]
+        raise ValueError(f"{what} is {dtype}, which does not travel; allowed: {allowed}, or a bit view of it")
+
+
+def check_environment(
+    backend: str, environ: Mapping[str, str], interfaces: Sequence[str] | None = None
+) -> dict[str, str]:
+    """The variables that the backend reads and that are set. ValueError names a variable with a useless value."""
+    if backend not in ENVIRONMENT:
+        raise ValueError(f"backend is {backend!r}, allowed: {sorted(ENVIRONMENT)}")
+    present = {name: environ[name] for name in ENVIRONMENT[backend] if name in environ}
+    names = [name for _, name in socket.if_nameindex()] if interfaces is None else list(interfaces)
+    chosen = present.get("GLOO_SOCKET_IFNAME")
+    if chosen is not None and chosen not in names:
+        raise ValueError(f"GLOO_SOCKET_IFNAME is {chosen!r}, allowed: the name of one interface, present are {names}")
+    for name, value in present.items():
+        least = 1 if name in _POSITIVE else 0 if name in _NOT_NEGATIVE else None
+        if least is not None and not (value.isascii() and value.isdecimal() and int(value) >= least):
+            raise ValueError(f"{name} is {value!r}, allowed: a whole number from {least}")
+    return present
+
+
+def all_gather(output: torch.Tensor, rows: torch.Tensor, group: Group, process_group: dist.ProcessGroup) -> None:
+    """Every rank's contiguous `rows` into `output`, by rank."""
+    if output.device.type == "cpu" and output.numel() * output.element_size() >= DIRECT_GATHER_BYTES:
+        _direct_gather(output, rows, group, process_group)
+        return
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, rows, group=process_group)
+
+
+def _direct_gather(output: torch.Tensor, rows: torch.Tensor, group: Group, process_group: dist.ProcessGroup) -> None:
+    parts = output.chunk(group.size)
+    peers = [peer for peer in range(group.size) if peer != group.rank]
+    works = [dist.irecv(parts[peer], group=process_group, group_src=peer) for peer in peers]
+    works += [dist.isend(rows, group=process_group, group_dst=peer) for peer in peers]
+    parts[group.rank].copy_(rows)
+    wait_all(works, group)
+
+
+def all_to_all(
+    output: torch.Tensor,
+    rows: torch.Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    process_group: dist.ProcessGroup,
+) -> None:
+    """Contiguous `rows`, cut into `sent` rows by destination, into `output`, `received` rows by source."""
+    dist.all_to_all_single(output, rows, list(received), list(sent), group=process_group)
+
+
+def send_bytes(data: torch.Tensor, group: Group, process_group: dist.ProcessGroup) -> None:
+    """Send one tensor to every other rank of a CPU group."""
+    peers = [peer for peer in range(group.size) if peer != group.rank]
+    wait_all([dist.isend(data, group=process_group, group_dst=peer) for peer in peers], group)
+
+
+def receive_bytes(data: torch.Tensor, source: int, group: Group, process_group: dist.ProcessGroup) -> None:
+    """Receive what `send_bytes` of rank `source` of the group sends."""
+    wait_all([dist.irecv(data, group=process_group, group_src=source)], group)
+
+
+def wait_all(works: Sequence[dist.Work | None], group: Group) -> None:
+    """Wait for point-to-point works for at most the group's time."""
+    ends = timedelta(seconds=group.timeout)
+    for work in works:
+        assert work is not None, "this rank is a member of the group"
+        work.wait(ends)

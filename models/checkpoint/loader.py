@@ -1,0 +1,150 @@
+"""Loading one rank's share of a checkpoint, and agreeing on the outcome over all ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ...comm.agreement import agree
+from ...parallel.groups import Groups
+from ...parallel.topology import Topology
+from ..numerics import Numerics
+from ..v4.config import V4Config
+from ..v4.quant import decode, is_exact
+from .names import TensorSpec, held_table
+from .reader import CheckpointError, Reader, Stored, few
+from .share import RankWeights, check_topology, held_dtype, held_slices
+from .verify import Checkpoint, open_checkpoint, read_config
+
+TEXT_LIMIT = 2000
+Result = TypeVar("Result")
+
+
+def load_weights(
+    directory: Path | str, topology: Topology, rank: int, numerics: Numerics, *, config: V4Config | None = None
+) -> tuple[V4Config, RankWeights]:
+    """The target's weights as this rank holds them, on the CPU; mtp.* is verified but not loaded.
+
+    Everything is verified before the first weight is read. Only the rank's experts, output groups and head rows
+    are read, and only their scales. Each tensor is decoded into its final place. Raises CheckpointError for a
+    faulty checkpoint, ValueError for a topology that does not divide the model.
+    """
+    checkpoint = _open(directory, topology, config)
+    return checkpoint.config, read_share(checkpoint, topology, rank, numerics)
+
+
+def load_on_all_ranks(
+    directory: Path | str, groups: Groups, numerics: Numerics, *, config: V4Config | None = None
+) -> tuple[V4Config, RankWeights]:
+    """load_weights on every rank of the world, with one verdict: what one rank finds wrong fails on all of them.
+
+    All ranks call it. CheckpointError with the same text everywhere, naming the ranks that saw the fault; also
+    when ranks read checkpoints of different shape. Nothing is returned half loaded.
+    """
+    checkpoint = _together(lambda: _open(directory, groups.topology, config), groups, Checkpoint.fingerprint)
+    return checkpoint.config, _together(lambda: read_share(checkpoint, groups.topology, groups.rank, numerics), groups)
+
+
+def read_share(checkpoint: Checkpoint, topology: Topology, rank: int, numerics: Numerics) -> RankWeights:
+    """The rank's share of a verified checkpoint."""
+    config = checkpoint.config
+    check_topology(config, topology)
+    share: dict[str, torch.Tensor] = {}
+    rounded: list[str] = []
+    with Reader(checkpoint.directory) as reader:
+        for name, specs in held_table(config).items():
+            held = [(spec, held_slices(spec, config, topology, rank)) for spec in specs]
+            mine = [(spec, slices) for spec, slices in held if slices is not None]
+            shape = tuple(s.stop - s.start for s in mine[0][1])
+            stacked = (len(mine),) if specs[0].shard == "experts" else ()
+            whole = torch.empty((*stacked, *shape), dtype=held_dtype(specs[0], numerics))
+            for index, (spec, slices) in enumerate(mine):
+                out = whole[index] if stacked else whole
+                if not _fill(out, spec, slices, checkpoint, reader):
+                    rounded.append(spec.name)
+            share[name] = whole
+        log = checkpoint.log + tuple(reader.log)
+    notes = (f"not exact in {numerics.name}, rounded: {few(rounded)}",) if rounded else ()
+    return RankWeights(share, topology, rank, notes=checkpoint.notes + notes, log=log)
+
+
+def _open(directory: Path | str, topology: Topology, config: V4Config | None) -> Checkpoint:
+    config = read_config(directory) if config is None else config
+    check_topology(config, topology)
+    return open_checkpoint(directory, config)
+
+
+def _fill(
+    out: torch.Tensor, spec: TensorSpec, slices: tuple[slice, ...], checkpoint: Checkpoint, reader: Reader
+) -> bool:
+    """Decode the slices of one tensor into out; False if out's dtype may have rounded it."""
+    stored = checkpoint.stored[spec.name]
+    exact = True
+    if spec.quant is None:
+        out.copy_(reader.read(stored, slices))
+    else:
+        assert spec.scale_name is not None
+        place = checkpoint.stored[spec.scale_name]
+        blocks = tuple(_touched(s, block) for s, block in zip(slices, spec.quant.block, strict=True))
+        scale = reader.read(place, blocks)
+        _check_scale(scale, place, checkpoint.directory)
+        exact = is_exact(scale, spec.quant, out.dtype)
+        codes = reader.read(stored, _packed(slices, spec))
+        decode(codes, scale, spec.quant, out.dtype, out=out, origin=(slices[0].start, slices[1].start))
+    if out.is_floating_point() and not all(bool(torch.isfinite(end)) for end in out.aminmax()):
+        raise CheckpointError(f"{checkpoint.directory}: {stored.name} holds NaN or infinity in {out.dtype}")
+    return exact
+
+
+def _packed(slices: tuple[slice, ...], spec: TensorSpec) -> tuple[slice, ...]:
+    """Slices of the stored codes for slices of the logical weight."""
+    per_item = spec.shape[-1] // spec.stored_shape[-1]
+    return (*slices[:-1], slice(slices[-1].start // per_item, slices[-1].stop // per_item))
+
+
+def _touched(part: slice, block: int) -> slice:
+    return slice(part.start // block, -(-part.stop // block))
+
+
+def _check_scale(scale: torch.Tensor, place: Stored, directory: Path) -> None:
+    if scale.dtype == torch.float32:
+        bad = not bool(torch.isfinite(scale).all())
+    else:
+        bad = bool((scale.view(torch.uint8) == 255).any())
+    if bad:
+        raise CheckpointError(f"{directory}: scale {place.name} holds NaN or infinity")
+
+
+def _together(work: Callable[[], Result], groups: Groups, mark: Callable[[Result], int] | None = None) -> Result:
+    """work() on every rank, then one exchange of outcomes; the same error on all ranks if any failed."""
+    result, text = None, ""
+    try:
+        result = work()
+    except Exception as error:  # A rank that raised here alone would leave the others waiting.
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    own = text.encode()[:TEXT_LIMIT]
+    seen = mark(result) if mark is not None and result is not None else 0
+    verdicts = agree((int(result is None), len(own), seen), groups, stage="load")
+    if any(failed for failed, _, _ in verdicts):
+        raise CheckpointError(_joint_text(own, [length for _, length, _ in verdicts], groups))
+    marks = [number for _, _, number in verdicts]
+    if len(set(marks)) > 1:
+        odd = [rank for rank, number in enumerate(marks) if number != marks[0]]
+        raise CheckpointError(f"ranks {odd} read another checkpoint than rank 0: config, names or shapes differ")
+    assert result is not None
+    return result
+
+
+def _joint_text(own: bytes, lengths: list[int], groups: Groups) -> str:
+    """Every distinct text of the ranks that failed, with their ranks."""
+    width = max(lengths)
+    padded = own + bytes(width - len(own))
+    rows = agree(tuple(padded), groups, stage="load")
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        if length:
+            ranks_by_text.setdefault(bytes(row[:length]).decode(errors="replace"), []).append(rank)
+    if len(lengths) == 1:
+        return next(iter(ranks_by_text))
+    return "; ".join(f"ranks {ranks}: {text}" for text, ranks in ranks_by_text.items())

@@ -1,0 +1,213 @@
+"""Checking a checkpoint folder against the name table before a single weight is read."""
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ..v4.config import V4Config, from_config_json
+from .names import TensorSpec, tensor_table
+from .reader import CheckpointError, Reader, Stored, few, list_stored, read_json_object
+
+CONFIG_NAME = "config.json"
+TOKENIZER_NAME = "tokenizer.json"
+CONFIG_LIMIT = 1 << 20
+TOKENIZER_LIMIT = 128 << 20
+SCALE_DTYPES = ("F8_E8M0", "F32", "U8")
+"""Official scales, the base releases' plain numbers, and e8m0 bytes under an integer's name."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified folder: its config and where every tensor of the name table lies, by official name.
+
+    notes tell what was tolerated. log holds (stored name, bytes) of the tables that were read for checking.
+    """
+
+    directory: Path
+    config: V4Config
+    stored: Mapping[str, Stored]
+    notes: tuple[str, ...]
+    log: tuple[tuple[str, int], ...]
+
+    def fingerprint(self) -> int:
+        """Number that differs, in all likelihood, between folders of different shape or names."""
+        places = sorted((s.name, s.dtype, s.shape) for s in self.stored.values())
+        return zlib.crc32(repr((json.dumps(self.config.to_json(), sort_keys=True), places)).encode())
+
+
+def read_config(directory: Path | str) -> V4Config:
+    """The folder's config.json; CheckpointError naming file, key, value and what is allowed."""
+    path = Path(directory) / CONFIG_NAME
+    raw = read_json_object(path, CONFIG_LIMIT)
+    try:
+        config = from_config_json(raw)
+        _check_ids(config)
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, OverflowError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return config
+
+
+def open_checkpoint(directory: Path | str, config: V4Config | None = None) -> Checkpoint:
+    """Verify index, headers, names, shapes, dtypes, hash tables and ids; no weight is read.
+
+    config stands in for config.json if given. Experts are taken as FP4 or FP8 by what is stored, and the result's
+    config says which. Raises CheckpointError with every kind of fault found and the first few names of each.
+    """
+    folder = Path(directory)
+    config = read_config(folder) if config is None else config
+    stored, notes = list_stored(folder)
+    config, expert_notes = _with_stored_experts(config, stored)
+    by_name = _match(config, stored, folder)
+    _check_tokenizer(folder / TOKENIZER_NAME, config)
+    with Reader(folder) as reader:
+        _check_hash_tables(config, by_name, reader)
+        log = tuple(reader.log)
+    return Checkpoint(folder, config, by_name, notes + expert_notes, log)
+
+
+def _with_stored_experts(config: V4Config, stored: Mapping[str, Stored]) -> tuple[V4Config, tuple[str, ...]]:
+    """Base releases store FP8 experts; which form it is shows in the dtype of the first."""
+    probe = next((s for name, s in stored.items() if ".ffn.experts." in name and name.endswith(".weight")), None)
+    expert_dtype = {"I8": "fp4", "F8_E4M3": "fp8"}.get(probe.dtype if probe else "", config.expert_dtype)
+    if expert_dtype == config.expert_dtype:
+        return config, ()
+    note = f"experts are stored as {expert_dtype}, expert_dtype of the config is {config.expert_dtype!r}"
+    return replace(config, expert_dtype=expert_dtype), (note,)
+
+
+def _match(config: V4Config, stored: Mapping[str, Stored], folder: Path) -> dict[str, Stored]:
+    """Official name -> place; one error for all tensors that do not fit the table."""
+    faults = _Faults()
+    by_name: dict[str, Stored] = {}
+    known: set[str] = set()
+    for spec in tensor_table(config):
+        weight = stored.get(spec.name)
+        known.add(spec.name)
+        if weight is not None:
+            by_name[spec.name] = weight
+            faults.compare(weight, spec.stored_shape, (spec.dtype,))
+        if spec.scale_name is None or spec.scale_shape is None:
+            if weight is None:
+                faults.missing.append(spec.name)
+            continue
+        scales = [stored[name] for name in _scale_names(spec) if name in stored]
+        known.update(_scale_names(spec))
+        faults.pair(spec, weight, scales)
+        for scale in scales:
+            by_name[spec.scale_name] = scale
+            faults.compare(scale, spec.scale_shape, SCALE_DTYPES)
+    faults.unexpected += [name for name in stored if name not in known]
+    faults.raise_any(folder)
+    return by_name
+
+
+def _scale_names(spec: TensorSpec) -> tuple[str, str]:
+    assert spec.scale_name is not None
+    return spec.scale_name, f"{spec.name}_scale_inv"
+
+
+class _Faults:
+    """What is wrong with the names, by kind."""
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.shapes: list[str] = []
+        self.dtypes: list[str] = []
+        self.no_scale: list[str] = []
+        self.no_weight: list[str] = []
+        self.two_scales: list[str] = []
+
+    def compare(self, stored: Stored, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+        if stored.shape != shape:
+            self.shapes.append(f"{stored.name} {stored.shape}, allowed {shape}")
+        if stored.dtype not in dtypes:
+            self.dtypes.append(f"{stored.name} {stored.dtype}, allowed {' or '.join(dtypes)}")
+
+    def pair(self, spec: TensorSpec, weight: Stored | None, scales: list[Stored]) -> None:
+        names = [scale.name for scale in scales]
+        if weight is None and not scales:
+            self.missing.append(spec.name)
+        elif weight is None:
+            self.no_weight += names
+        elif not scales:
+            self.no_scale.append(spec.name)
+        if len(scales) > 1:
+            self.two_scales.append(" and ".join(names))
+
+    def raise_any(self, folder: Path) -> None:
+        kinds: Iterable[tuple[str, list[str]]] = (
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("of wrong shape", self.shapes),
+            ("of wrong dtype", self.dtypes),
+            ("weights without a scale", self.no_scale),
+            ("scales without a weight", self.no_weight),
+            ("weights with two scales", self.two_scales),
+        )
+        found = [f"{kind} ({len(names)}): {few(names)}" for kind, names in kinds if names]
+        if found:
+            raise CheckpointError(f"{folder}: tensors do not fit the config: {'; '.join(found)}")
+
+
+def _check_ids(config: V4Config) -> None:
+    if config.dspark is None:
+        return
+    noise = config.dspark.noise_token_id
+    if not 0 <= noise < config.vocab_size:
+        raise CheckpointError(f"dspark_noise_token_id is {noise}, allowed: 0 to {config.vocab_size - 1}")
+    for layer in config.dspark.target_layer_ids:
+        if not 0 <= layer < config.num_hidden_layers:
+            raise CheckpointError(
+                f"dspark_target_layer_ids holds {layer}, allowed: 0 to {config.num_hidden_layers - 1}"
+            )
+
+
+def _check_tokenizer(path: Path, config: V4Config) -> None:
+    """Ids of a tokenizer beyond the vocabulary would index past the embedding."""
+    if not path.exists():
+        return
+    raw = read_json_object(path, TOKENIZER_LIMIT)
+    model, added = raw.get("model"), raw.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids = dict(vocab) if isinstance(vocab, dict) else {}
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict):
+            ids[str(token.get("content"))] = token.get("id")
+    beyond = [
+        f"{token!r} {i!r}" for token, i in ids.items() if not isinstance(i, int) or not 0 <= i < config.vocab_size
+    ]
+    if beyond:
+        raise CheckpointError(
+            f"{path}: ids beyond the vocabulary, allowed 0 to {config.vocab_size - 1}: {ascii(few(beyond))[1:-1]}"
+        )
+
+
+def _check_hash_tables(config: V4Config, stored: Mapping[str, Stored], reader: Reader) -> None:
+    for spec in tensor_table(config):
+        if spec.role != "ids":
+            continue
+        table_VK = reader.read(stored[spec.name])
+        low, high = (int(v) for v in table_VK.aminmax())
+        if low < 0 or high >= config.n_routed_experts:
+            rows = ((table_VK < 0) | (table_VK >= config.n_routed_experts)).any(dim=-1)
+            raise CheckpointError(
+                f"{reader.directory}: {spec.name} holds expert {low if low < 0 else high} "
+                f"(token {_first(rows)}), allowed: 0 to {config.n_routed_experts - 1}"
+            )
+        ordered_VK = table_VK.sort(dim=-1).values
+        repeated = (ordered_VK[:, 1:] == ordered_VK[:, :-1]).any(dim=-1)
+        if bool(repeated.any()):
+            raise CheckpointError(
+                f"{reader.directory}: {spec.name} repeats an expert in the row of token {_first(repeated)}"
+            )
+
+
+def _first(rows: torch.Tensor) -> int:
+    return int(rows.nonzero()[0])
