@@ -24,8 +24,9 @@ WIRE_DTYPES = (
     torch.bool,
 )
 
-# On gloo a direct exchange of the rows beats its all-gather from about this many result bytes on.
-DIRECT_GATHER_BYTES = 1 << 20
+# gloo's all-gather is a ring: slow, and a rank far from a dead one waits for its time-out. Pairs see it at once.
+# From about this many result bytes on, sends and receives beat the all-to-all.
+DIRECT_GATHER_BYTES = 2 << 20
 
 # Variables that each backend reads, in the order in which they are shown.
 ENVIRONMENT = {
@@ -79,11 +80,14 @@ def check_environment(
 
 def all_gather(output: torch.Tensor, rows: torch.Tensor, group: Group, process_group: dist.ProcessGroup) -> None:
     """Every rank's contiguous `rows` into `output`, by rank."""
-    if output.device.type == "cpu" and output.numel() * output.element_size() >= DIRECT_GATHER_BYTES:
+    if output.device.type != "cpu":
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(output, rows, group=process_group)
+    elif output.numel() * output.element_size() >= DIRECT_GATHER_BYTES:
         _direct_gather(output, rows, group, process_group)
-        return
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, rows, group=process_group)
+    else:
+        copies = rows.expand(group.size, *rows.shape).reshape(output.shape)
+        dist.all_to_all_single(output, copies, group=process_group)
 
 
 def _direct_gather(output: torch.Tensor, rows: torch.Tensor, group: Group, process_group: dist.ProcessGroup) -> None:

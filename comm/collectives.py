@@ -5,6 +5,7 @@ its own tensor back. Backend failures become typed errors and end the use of the
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ def _check_counts(counts: Sequence[int], group: Group, what: str) -> None:
 
 
 def _figures(rows: torch.Tensor, copies: int) -> dict[str, Any]:
-    columns = rows[0].numel() if rows.shape[0] else 0
+    columns = prod(rows.shape[1:])
     size = rows.numel() * rows.element_size() * copies
     dtype = str(rows.dtype).removeprefix("torch.")
     return {"dtype": dtype, "rows": rows.shape[0], "columns": columns, "sent_bytes": size}

@@ -111,9 +111,12 @@ def combine(y_RD: torch.Tensor, handle: DispatchHandle, group: Group | None = No
         handle.require_group(group)
     if y_RD.ndim != 2 or y_RD.shape[0] != sum(handle.recv_counts):
         raise ValueError(f"y has shape {list(y_RD.shape)}, allowed: [{sum(handle.recv_counts)}, columns]")
-    arrival = torch.empty_like(handle.regroup_R)
-    arrival[handle.regroup_R] = torch.arange(len(arrival), device=arrival.device)
-    y_SD = exchange_rows(y_RD[arrival], handle.group, handle.recv_counts, handle.send_counts, stage=stage)
+    y_SD = y_RD
+    if handle.group.size > 1:
+        arrival = torch.empty_like(handle.regroup_R)
+        arrival[handle.regroup_R] = torch.arange(len(arrival), device=arrival.device)
+        sent_RD = y_RD.index_select(0, arrival)
+        y_SD = exchange_rows(sent_RD, handle.group, handle.recv_counts, handle.send_counts, stage=stage)
     routes = handle.rows * handle.routes_per_row
     out = y_SD.new_zeros((routes, y_SD.shape[1])).index_copy(0, handle.order_S, y_SD)
     return out.view(handle.rows, handle.routes_per_row, y_SD.shape[1])
@@ -159,14 +162,14 @@ def _move(
     """The rows themselves, by the way that fits their size; all ranks choose the same."""
     row_S = handle.order_S // handle.routes_per_row
     sent = {
-        "x": x_TD[row_S],
-        "weight": weights_Tk.reshape(-1)[handle.order_S].unsqueeze(1),
+        "x": x_TD.index_select(0, row_S),
+        "weight": weights_Tk.reshape(-1).index_select(0, handle.order_S).unsqueeze(1),
         "route": handle.order_S.unsqueeze(1),
     }
     if scale_T is not None:
         sent["scale"] = scale_T[row_S].unsqueeze(1)
     if handle.group.size == 1:
-        got = {name: part[handle.regroup_R] for name, part in sent.items()}
+        got = sent  # one rank's routes are sorted by expert already
     elif needs_gradient:
         got = _separate(sent, handle, stage)
     elif most_rows * sum(part.shape[1] * part.itemsize for part in sent.values()) <= PACK_LIMIT_BYTES:
@@ -184,7 +187,7 @@ def _separate(sent: dict[str, torch.Tensor], handle: DispatchHandle, stage: str)
     got = {}
     for name, part in sent.items():
         moved = exchange_rows(part, handle.group, handle.send_counts, handle.recv_counts, stage=f"{stage}.{name}")
-        got[name] = moved[handle.regroup_R]
+        got[name] = moved.index_select(0, handle.regroup_R)
     return got
 
 

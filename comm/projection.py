@@ -1,7 +1,7 @@
 """The grouped output projection over a tensor group: heads to the owners of their output group, sums back.
 
-Letters: T rows of a rank, R rows of all ranks, G output groups, P output groups of a rank, K inputs of an output
-group, H hidden.
+Letters: T rows of a rank, R rows of all ranks, G output groups, P output groups of a rank, Q partials sent for a
+row, K inputs of an output group, H hidden.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,9 +52,10 @@ def reduce_partials(partials_RPH: torch.Tensor, group: Group, num_groups: int, *
     else:
         sent_RQH = partials_RPH
         bounds = [(index, index + 1) for index in range(num_groups)]
+    Q = sent_RQH.shape[1]
     counts = [T] * group.size
     received = exchange_rows(sent_RQH, group, counts, counts, stage=stage)
-    by_branch = received.reshape(group.size, T, -1, H).transpose(1, 2).reshape(-1, T, H)
+    by_branch = received.view(group.size, T, Q, H).transpose(1, 2).reshape(group.size * Q, T, H)
     return _branch_sum(dict(zip(bounds, by_branch.unbind(0), strict=True)), 0, num_groups)
 
 

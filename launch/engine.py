@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ..comm.agreement import agree, share_control
-from ..comm.collectives import broadcast_bytes
+from ..comm.agreement import agree, encode_control, share_control, sleep, wake
 from ..layouts.rows import RequestRows
 from ..models.sampling import sample, uniform
 from ..models.v4.caches import CacheShape
@@ -23,8 +22,6 @@ from .requests import FINISH_REASONS, GOES_ON, NO_TOKEN, Event, Request, Samplin
 
 HEADER = ("control_length", "rows", "free_slots")
 """Leading fields of a rank's agreement record; (token, finish) of each slot that it owns follow."""
-
-WAKE = b"\x01"
 
 
 @dataclass
@@ -81,7 +78,9 @@ class Engine:
         vocab = self.model.config.vocab_size
         bad = [token for token in prompt_ids if not 0 <= token < vocab]
         if not prompt_ids or bad:
-            raise ValueError(f"prompt has {len(prompt_ids)} ids, outside the vocabulary: {bad[:3]}; allowed: 0 to {vocab - 1}")
+            raise ValueError(
+                f"prompt has {len(prompt_ids)} ids, outside the vocabulary: {bad[:3]}; allowed: 0 to {vocab - 1}"
+            )
         request = Request(self._next_id, list(prompt_ids), params, -1, -1)
         if request.limit > self.max_context:
             raise ValueError(
@@ -109,7 +108,7 @@ class Engine:
             self._wake()
         begin = time.perf_counter()
         message = self._control_message() if self.is_front else None
-        length, events = self._agree(message)
+        length, events = self._agree(0 if message is None else len(message))
         if length:
             events += self._take(share_control(message, length, self.groups))
         rows = self._rows()
@@ -141,10 +140,13 @@ class Engine:
 
     def _wake(self) -> None:
         """Idle ranks wait here for rank 0, for as long as it lives."""
-        broadcast_bytes(WAKE if self.is_front else None, self.groups.front, 0, length=len(WAKE), stage="idle")
+        if self.is_front:
+            wake(self.groups)
+        else:
+            sleep(self.groups)
         self._idle = False
 
-    def _control_message(self) -> dict[str, Any] | None:
+    def _control_message(self) -> bytes | None:
         while self._waiting:
             seat = self._free_seat()
             if seat is None:
@@ -154,7 +156,7 @@ class Engine:
             self._seats[seat] = request.request_id
             self._control.setdefault("add", []).append(request.to_message())
         message, self._control = self._control, {}
-        return message or None
+        return encode_control(message) if message else None
 
     def _free_seat(self) -> tuple[int, int] | None:
         """The seat on the least loaded dp group and tp_rank, ties to the lowest."""
@@ -171,13 +173,11 @@ class Engine:
     def _owner(self, slot: int) -> int:
         return request_owner(slot, self.topology.tp, self.slots_per_rank)
 
-    def _agree(self, message: dict[str, Any] | None) -> tuple[int, list[Event]]:
-        """Exchange the records and apply everyone's new tokens -> (control length, events)."""
-        from ..comm.agreement import control_length
-
+    def _agree(self, control_length: int) -> tuple[int, list[Event]]:
+        """Exchange the records and apply everyone's new tokens -> (rank 0's control length, events)."""
         own = range(self.place.tp_rank * self.slots_per_rank, (self.place.tp_rank + 1) * self.slots_per_rank)
         rows = sum(len(r.tokens) - r.computed for r in self._mine())
-        record = [control_length(message), rows, self.slots_per_rank - sum(r.slot in own for r in self._mine())]
+        record = [control_length, rows, self.slots_per_rank - sum(r.slot in own for r in self._mine())]
         for slot in own:
             record += self._news.get(slot, (NO_TOKEN, GOES_ON))
         self._news = {}

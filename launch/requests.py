@@ -91,7 +91,17 @@ class Request:
     def to_message(self) -> list[Any]:
         p = self.params
         eos = NO_TOKEN if p.eos_id is None else p.eos_id
-        return [self.request_id, self.dp_rank, self.slot, self.prompt, p.max_new_tokens, p.temperature, p.top_p, p.seed, eos]
+        return [
+            self.request_id,
+            self.dp_rank,
+            self.slot,
+            self.prompt,
+            p.max_new_tokens,
+            p.temperature,
+            p.top_p,
+            p.seed,
+            eos,
+        ]
 
     @classmethod
     def from_message(cls, message: list[Any]) -> "Request":

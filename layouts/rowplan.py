@@ -118,9 +118,7 @@ def plan_rows(
     )
 
 
-def _boundaries(
-    requests: tuple[RequestRows, ...], rows: GroupRows, ratio: int, tables: Tables | None
-) -> Boundaries:
+def _boundaries(requests: tuple[RequestRows, ...], rows: GroupRows, ratio: int, tables: Tables | None) -> Boundaries:
     request_E, entry_E = _completed(requests, ratio)
     pooled = 2 * ratio if ratio == 4 else ratio
     position_EP = (entry_E[:, None] + 1) * ratio - pooled + torch.arange(pooled)

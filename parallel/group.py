@@ -84,9 +84,9 @@ class Group:
             self.poison(failure)
             raise
         except Exception as problem:
-            failure = self.error(error_kind(str(problem)), first_line(problem), op, stage)
-            self.poison(failure)
-            raise failure from problem
+            typed = self.error(error_kind(str(problem)), first_line(problem), op, stage)
+            self.poison(typed)
+            raise typed from problem
         except BaseException as problem:
             self.poison(self.error(TransportError, f"interrupted by {type(problem).__name__}", op, stage))
             raise

@@ -41,7 +41,12 @@ def test_shapes_dtypes_and_scales_of_flash():
     assert (expert.scale_name, expert.scale_shape) == ("layers.5.ffn.experts.255.w2.scale", (4096, 64))
     assert (expert.expert, expert.held_name) == (255, "layers.5.ffn.experts.w2.weight")
     wo_b = table["layers.0.attn.wo_b.weight"]
-    assert (wo_b.shape, wo_b.dtype, wo_b.scale_shape, wo_b.shard) == ((4096, 8192), "F8_E4M3", (32, 64), "group_columns")
+    assert (wo_b.shape, wo_b.dtype, wo_b.scale_shape, wo_b.shard) == (
+        (4096, 8192),
+        "F8_E4M3",
+        (32, 64),
+        "group_columns",
+    )
     assert table["layers.2.ffn.gate.tid2eid"].role == "ids"
     assert "layers.2.ffn.gate.bias" not in table and "layers.3.ffn.gate.tid2eid" not in table
     assert table["mtp.0.e_proj.weight"].scale_name == "mtp.0.e_proj.scale"

@@ -129,9 +129,7 @@ def _selection(index: IndexInputs, batch: TileBatch, entries: Entries) -> torch.
     return select(scores_NRE, entries.admitted_NRE, index.topk)
 
 
-def _gather_rows(
-    chosen_NRK: torch.Tensor, source: KeySource, span: FreshSpan, tables: Tables | None
-) -> torch.Tensor:
+def _gather_rows(chosen_NRK: torch.Tensor, source: KeySource, span: FreshSpan, tables: Tables | None) -> torch.Tensor:
     """Keys of each row's own entries, [N * R, K, D]."""
     rows = chosen_NRK.shape[1]
     per_row = FreshSpan(*(field.repeat_interleave(rows) for field in (span.slot_N, span.first_N, span.offset_N)))

@@ -85,9 +85,7 @@ class AttentionLayer:
             o_TAD = rotate(o_TAD, *(r[:, None] for r in rotation), inverse=True)
         self._write(written, step)
         with step.clock("publish"):
-            return project_output(
-                o_TAD, self.projections, config, step.groups.tp, gather_weights=step.gather_weights
-            )
+            return project_output(o_TAD, self.projections, config, step.groups.tp, gather_weights=step.gather_weights)
 
     def _context_rows(self, x_TH: torch.Tensor, step: StepContext, rotation: Rotation) -> dict[str, torch.Tensor]:
         fields = {"kv": key_value(x_TH, self.projections, step.config, rotation, step.numerics.kv)}

@@ -172,7 +172,26 @@ def _check(c: V4Config) -> None:
             raise ValueError(f"{name} is {getattr(c, name)}, allowed: 0 to {c.vocab_size - 1}")
 
 
-_POSITIVE = ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window", "index_n_heads", "index_head_dim", "index_topk", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "hc_mult", "hc_sinkhorn_iters", "max_position_embeddings"]
+_POSITIVE = [
+    "hidden_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "num_attention_heads",
+    "head_dim",
+    "q_lora_rank",
+    "o_groups",
+    "o_lora_rank",
+    "sliding_window",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "hc_mult",
+    "hc_sinkhorn_iters",
+    "max_position_embeddings",
+]
 
 
 def _divides(name: str, value: int, by_name: str, by: int) -> None:

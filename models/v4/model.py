@@ -76,9 +76,7 @@ class Model:
         self.embed, self.head, self.norm = weights["embed.weight"], weights["head.weight"], weights["norm.weight"]
         self.hc_head = _hyper(weights, "hc_head")
         self.blocks = tuple(_block(weights, config, layer) for layer in range(config.num_hidden_layers))
-        self.geometry = Geometry(
-            config.sliding_window, tuple(sorted(set(config.compress_ratios))), config.index_topk
-        )
+        self.geometry = Geometry(config.sliding_window, tuple(sorted(set(config.compress_ratios))), config.index_topk)
         self._payloads = {
             kind: payload(
                 kind,
@@ -95,9 +93,7 @@ class Model:
         shard = vocab_slice(groups.tp.rank, groups.topology.tp, config.vocab_size)
         expected = (shard.stop - shard.start, config.hidden_size)
         if tuple(self.head.shape) != expected:
-            raise ValueError(
-                f"head.weight is {tuple(self.head.shape)}, allowed: {expected} at {groups.topology}"
-            )
+            raise ValueError(f"head.weight is {tuple(self.head.shape)}, allowed: {expected} at {groups.topology}")
         self._vocab_offset = shard.start
 
     def make_caches(self, shape: CacheShape) -> Caches:

@@ -150,6 +150,4 @@ def make_moe(weights: "dict[str, torch.Tensor]", prefix: str, config: V4Config, 
     else:
         bias = weights[f"{prefix}ffn.gate.bias"]
         router = LearnedRouter(gate, bias, config.num_experts_per_tok, config.routed_scaling_factor)
-    return MoELayer(
-        router, expert("experts"), expert("shared_experts"), config.n_routed_experts, config.swiglu_limit
-    )
+    return MoELayer(router, expert("experts"), expert("shared_experts"), config.n_routed_experts, config.swiglu_limit)

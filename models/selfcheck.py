@@ -1,0 +1,137 @@
+"""The row-independence self-check: do this machine's products give a row the same bits in any company?
+
+design: every product that the model runs (row_linear at its widths and dtypes, tile products, softmax, reductions)
+is run at small row counts and compared with slices of one larger call.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..layouts.bits import same_bits
+from ..layouts.tiles import TILE
+from .functions import row_linear, tile_product
+from .numerics import BFLOAT16, FLOAT32, Numerics
+from .v4.config import V4Config, tiny
+from .v4.hyper import sinkhorn
+
+LARGE_ROWS = 96
+ROW_COUNTS = (1, 3, 4, 7, 8, 12, 64)
+OFFSETS = (0, 5, 32)
+
+
+def row_independence(
+    config: V4Config | None = None, modes: tuple[Numerics, ...] = (FLOAT32, BFLOAT16)
+) -> dict[str, Any]:
+    """{"holds": bool, "details": one line per product that fails}; config: whose widths are tried (default tiny)."""
+    config = tiny() if config is None else config
+    failures = [name for name, product in _products(config, modes) if not _independent(product)]
+    return {"holds": not failures, "details": failures}
+
+
+Product = tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]
+
+
+def _independent(product: Product) -> bool:
+    run, rows = product
+    whole = run(rows)
+    for count in ROW_COUNTS:
+        for offset in OFFSETS:
+            part = slice(offset, offset + count)
+            if not len(rows[part]):
+                continue
+            if not same_bits(run(rows[part].clone()), whole[part]):
+                return False
+    return True
+
+
+def _products(config: V4Config, modes: tuple[Numerics, ...]) -> Iterator[tuple[str, Product]]:
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    for mode in modes:
+        for dtype, inputs, outputs in sorted(_linears(config, mode), key=str):
+            weight = noise(outputs, inputs, dtype=dtype)
+            name = f"linear {dtype} {inputs} -> {outputs}"
+            yield name, (lambda x, w=weight: row_linear(x, w), noise(LARGE_ROWS, inputs, dtype=dtype))
+        yield from _group_products(config, mode, noise)
+    yield from _attention_products(config, noise)
+    h = config.hc_mult
+    yield "sinkhorn", (lambda x: sinkhorn(x, config.hc_sinkhorn_iters, config.hc_eps), noise(LARGE_ROWS, h, h))
+    streams = noise(LARGE_ROWS, h, h + config.hidden_size)
+    yield "stream mixing", (lambda x: torch.bmm(x[:, :, :h].transpose(1, 2), x[:, :, h:]), streams)
+    pooled = noise(LARGE_ROWS, 128, config.head_dim)
+    yield "pooling", (lambda x: (torch.softmax(x, dim=1) * x).sum(1), pooled)
+
+
+def _linears(config: V4Config, mode: Numerics) -> set[tuple[torch.dtype, int, int]]:
+    """(dtype, inputs, outputs) of every row_linear of the model."""
+    c, act, wide = config, mode.activation, mode.accumulation
+    H, h = c.hidden_size, c.hc_mult
+    narrow = [
+        (H, c.q_lora_rank),
+        (c.q_lora_rank, c.num_attention_heads * c.head_dim),
+        (H, c.head_dim),
+        (c.q_lora_rank, c.index_n_heads * c.index_head_dim),
+        (H, c.index_n_heads),
+        (H, c.moe_intermediate_size),
+        (c.moe_intermediate_size, H),
+    ]
+    broad = [
+        (h * H, (2 + h) * h),
+        (h * H, h),
+        (H, 2 * c.head_dim),
+        (H, c.head_dim),
+        (H, 2 * c.index_head_dim),
+        (H, c.n_routed_experts),
+        (H, c.vocab_size),
+    ]
+    return {(act, i, o) for i, o in narrow} | {(wide, i, o) for i, o in broad}
+
+
+def _group_products(
+    config: V4Config, mode: Numerics, noise: Callable[..., torch.Tensor]
+) -> Iterator[tuple[str, Product]]:
+    """Both halves of the output projection, for all groups and for one alone."""
+    G, K, O, H = config.o_groups, config.group_columns, config.o_lora_rank, config.hidden_size
+    for inputs, outputs, transposed in ((K, O, False), (O, H, True)):
+        weights = noise(G, outputs, inputs, dtype=mode.activation)
+        whole = weights.permute(1, 0, 2).contiguous().permute(1, 2, 0) if transposed else weights.transpose(1, 2)
+
+        x_RGI = noise(LARGE_ROWS, G, inputs, dtype=mode.activation)
+        name = f"group product {mode.activation} {inputs} -> {outputs}"
+        yield name, (lambda x, w=whole: tile_product(x.transpose(0, 1), w).transpose(0, 1), x_RGI)
+        # One group alone, as a rank that owns a single group runs it.
+        x_GRI = x_RGI.transpose(0, 1)
+        yield f"{name}, groups apart", (_GroupsApart(x_GRI, whole), torch.arange(G))
+
+
+@dataclass(frozen=True)
+class _GroupsApart:
+    """The group product as a function of which groups take part."""
+
+    x_GRI: torch.Tensor
+    weights_GIO: torch.Tensor
+
+    def __call__(self, groups: torch.Tensor) -> torch.Tensor:
+        return tile_product(self.x_GRI[groups], self.weights_GIO[groups])
+
+
+def _attention_products(config: V4Config, noise: Callable[..., torch.Tensor]) -> Iterator[tuple[str, Product]]:
+    """Scores, softmax and values of a tile, its rows taken in other numbers."""
+    for lanes in (TILE + config.sliding_window, 4 * config.index_topk):
+        keys = noise(1, lanes, config.head_dim)
+
+        def scores(q: torch.Tensor, k: torch.Tensor = keys) -> torch.Tensor:
+            return tile_product(q.flatten(0, 1)[None], k.transpose(1, 2)).view(*q.shape[:2], -1)
+
+        def values(p: torch.Tensor, k: torch.Tensor = keys) -> torch.Tensor:
+            return tile_product(torch.softmax(p, dim=2).flatten(0, 1)[None], k).view(*p.shape[:2], -1)
+
+        heads = config.num_attention_heads
+        yield f"tile scores {lanes} lanes", (scores, noise(LARGE_ROWS, heads, config.head_dim))
+        yield f"tile values {lanes} lanes", (values, noise(LARGE_ROWS, heads, lanes))
