@@ -78,23 +78,22 @@ def check_environment(
     return present
 
 
-def all_gather(output: torch.Tensor, rows: torch.Tensor, group: Group, process_group: dist.ProcessGroup) -> None:
+def all_gather(output: torch.Tensor, rows: torch.Tensor, group: Group) -> None:
     """Every rank's contiguous `rows` into `output`, by rank."""
     if output.device.type != "cpu":
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(output, rows, group=process_group)
+        gather(output, rows, group=group.process_group)
     elif output.numel() * output.element_size() >= DIRECT_GATHER_BYTES:
-        _direct_gather(output, rows, group, process_group)
+        _direct_gather(output, rows, group)
     else:
-        copies = rows.expand(group.size, *rows.shape).reshape(output.shape)
-        dist.all_to_all_single(output, copies, group=process_group)
+        dist.all_to_all_single(output, torch.cat([rows] * group.size), group=group.process_group)
 
 
-def _direct_gather(output: torch.Tensor, rows: torch.Tensor, group: Group, process_group: dist.ProcessGroup) -> None:
+def _direct_gather(output: torch.Tensor, rows: torch.Tensor, group: Group) -> None:
     parts = output.chunk(group.size)
     peers = [peer for peer in range(group.size) if peer != group.rank]
-    works = [dist.irecv(parts[peer], group=process_group, group_src=peer) for peer in peers]
-    works += [dist.isend(rows, group=process_group, group_dst=peer) for peer in peers]
+    works = [dist.irecv(parts[peer], group=group.process_group, group_src=peer) for peer in peers]
+    works += [dist.isend(rows, group=group.process_group, group_dst=peer) for peer in peers]
     parts[group.rank].copy_(rows)
     wait_all(works, group)
 
@@ -104,21 +103,21 @@ def all_to_all(
     rows: torch.Tensor,
     received: Sequence[int],
     sent: Sequence[int],
-    process_group: dist.ProcessGroup,
+    group: Group,
 ) -> None:
     """Contiguous `rows`, cut into `sent` rows by destination, into `output`, `received` rows by source."""
-    dist.all_to_all_single(output, rows, list(received), list(sent), group=process_group)
+    dist.all_to_all_single(output, rows, list(received), list(sent), group=group.process_group)
 
 
-def send_bytes(data: torch.Tensor, group: Group, process_group: dist.ProcessGroup) -> None:
+def send_bytes(data: torch.Tensor, group: Group) -> None:
     """Send one tensor to every other rank of a CPU group."""
     peers = [peer for peer in range(group.size) if peer != group.rank]
-    wait_all([dist.isend(data, group=process_group, group_dst=peer) for peer in peers], group)
+    wait_all([dist.isend(data, group=group.process_group, group_dst=peer) for peer in peers], group)
 
 
-def receive_bytes(data: torch.Tensor, source: int, group: Group, process_group: dist.ProcessGroup) -> None:
+def receive_bytes(data: torch.Tensor, source: int, group: Group) -> None:
     """Receive what `send_bytes` of rank `source` of the group sends."""
-    wait_all([dist.irecv(data, group=process_group, group_src=source)], group)
+    wait_all([dist.irecv(data, group=group.process_group, group_src=source)], group)
 
 
 def wait_all(works: Sequence[dist.Work | None], group: Group) -> None:

@@ -26,8 +26,8 @@ def all_gather_rows(x: torch.Tensor, group: Group, *, stage: str) -> torch.Tenso
         raise ValueError(f"x of stage {stage} needs a gradient, which all_gather_rows does not carry; detach it")
     rows = x.detach().contiguous()
     out = rows.new_empty((group.size * rows.shape[0], *rows.shape[1:]))
-    with group.call("all_gather_rows", stage, **_figures(rows, group.size - 1)) as process_group:
-        backend.all_gather(out, rows, group, process_group)
+    with group.call("all_gather_rows", stage, **_figures(rows, group.size - 1)):
+        backend.all_gather(out, rows, group)
     return out
 
 
@@ -81,11 +81,11 @@ def broadcast_bytes(payload: bytes | None, group: Group, source: int, *, length:
     if mine and payload is not None:
         data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     sent = length * (group.size - 1) if mine else 0
-    with group.call("broadcast_bytes", stage, dtype="uint8", rows=1, columns=length, sent_bytes=sent) as process_group:
+    with group.call("broadcast_bytes", stage, dtype="uint8", rows=1, columns=length, sent_bytes=sent):
         if mine:
-            backend.send_bytes(data, group, process_group)
+            backend.send_bytes(data, group)
         else:
-            backend.receive_bytes(data, source, group, process_group)
+            backend.receive_bytes(data, source, group)
     return data.numpy().tobytes()
 
 
@@ -115,8 +115,8 @@ def _exchange(
     out = rows.new_empty((sum(recv_counts), *rows.shape[1:]))
     figures = _figures(rows, 1)
     figures["splits"] = tuple(send_counts)
-    with group.call("exchange_rows", stage, **figures) as process_group:
-        backend.all_to_all(out, rows, recv_counts, send_counts, process_group)
+    with group.call("exchange_rows", stage, **figures):
+        backend.all_to_all(out, rows, recv_counts, send_counts, group)
     return out
 
 

@@ -1,6 +1,7 @@
 """Group: the one handle that a collective takes, and what happens around each call."""
 
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,16 +9,42 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from .errors import CommError, TransportError, error_kind
+from .errors import CollectiveMismatch, CommError, TransportError, error_kind
 from .ledger import Ledger, Record
 from .topology import Topology
 
 
-@dataclass
+@dataclass(eq=False)
 class Health:
-    """The first failure among the groups that share it."""
+    """The first failure among the groups that share it, and those groups."""
 
     failure: CommError | None = None
+    groups: list["Group"] = field(default_factory=list)
+
+    def fail(self, failure: CommError) -> None:
+        """Keep the first failure and hang up.
+
+        A survivor that kept its connections open would let its peers wait for it until their time is up. After
+        a mismatch all ranks know, and nobody waits.
+        """
+        if self.failure is not None:
+            return
+        self.failure = failure
+        if not isinstance(failure, CollectiveMismatch):
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close the connections of all CPU groups: without reference to them, gloo closes its sockets."""
+        for group in self.groups:
+            if group.device == "cpu":
+                _drop(group)
+
+
+def _drop(group: "Group") -> None:
+    process_group, group.process_group = group.process_group, None
+    # Several groups may stand on one process group, and the end of the world's ends all.
+    if process_group is not None and process_group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(process_group)
 
 
 @dataclass(eq=False)
@@ -54,8 +81,7 @@ class Group:
 
     def poison(self, failure: CommError) -> None:
         """Make every further use fail at once: a half-finished exchange leaves ranks at different calls."""
-        if self.health.failure is None:
-            self.health.failure = failure
+        self.health.fail(failure)
 
     @contextmanager
     def call(
@@ -68,10 +94,11 @@ class Group:
         columns: int = 0,
         sent_bytes: int = 0,
         splits: Sequence[int] = (),
-    ) -> Iterator[dist.ProcessGroup]:
+    ) -> Iterator[None]:
         """Around one exchange: counts it, records it, turns the backend's exception into a typed error.
 
-        Hands out the process group. Raises the first failure again if there was one.
+        Raises the first failure again if there was one. The body must not keep the process group in a variable
+        of its own, or the connections outlive the failure.
         """
         if self.health.failure is not None:
             raise self.health.failure
@@ -79,33 +106,21 @@ class Group:
         self.sequence += 1
         start = time.perf_counter()
         try:
-            yield self.process_group
+            yield
         except CommError as failure:
             self.poison(failure)
             raise
         except Exception as problem:
             typed = self.error(error_kind(str(problem)), first_line(problem), op, stage)
+            traceback.clear_frames(problem.__traceback__)
             self.poison(typed)
             raise typed from problem
         except BaseException as problem:
             self.poison(self.error(TransportError, f"interrupted by {type(problem).__name__}", op, stage))
             raise
         if self.ledger.enabled:
-            self.ledger.add(
-                Record(
-                    self.sequence,
-                    self.name,
-                    op,
-                    dtype,
-                    rows,
-                    columns,
-                    sent_bytes,
-                    tuple(splits),
-                    stage,
-                    start,
-                    time.perf_counter(),
-                )
-            )
+            figures = (dtype, rows, columns, sent_bytes, tuple(splits))
+            self.ledger.add(Record(self.sequence, self.name, op, *figures, stage, start, time.perf_counter()))
 
 
 def first_line(problem: BaseException) -> str:

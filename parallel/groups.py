@@ -50,7 +50,7 @@ class Groups:
         """Groups of one rank: no process group, nothing started."""
         topology = Topology() if topology is None else topology
         if topology.world != 1:
-            raise ValueError(f"one rank alone needs world 1, but it is {topology.world} in {topology}")
+            raise ValueError(f"world is {topology.world} in {topology}, allowed: 1 for a rank alone")
         return _Maker(topology, 0, "none", device, 60.0, ledger or Ledger()).single()
 
     @classmethod
@@ -112,17 +112,20 @@ class Groups:
         if self.closed:
             return
         self.closed = True
-        closed = TransportError("the groups are closed", group="world", ranks=self.world.ranks)
-        if self.health.failure is None:
-            self.health.failure = closed
-        if self.world.process_group is None or not dist.is_initialized():
-            return
+        failure = self.health.failure or TransportError("the groups are closed", ranks=self.world.ranks)
         if self.owns_world:
-            dist.destroy_process_group()
-            return
-        for group in (self.tp, self.ep):
-            if group.process_group is not None:
-                dist.destroy_process_group(group.process_group)
+            self.health.failure = failure
+            if self.world.process_group is not None and dist.is_initialized():
+                dist.destroy_process_group()
+        else:
+            self._close_own(failure)
+
+    def _close_own(self, failure: CommError) -> None:
+        own = Health(failure, [self.tp, self.ep])
+        own.hang_up()
+        for group in (self.world, self.tp, self.ep, self.control, self.front):
+            self.health.groups.remove(group)
+            group.health = own
 
 
 def _meet(topology: Topology, rank: int, timeout: float) -> dist.Store:
@@ -215,7 +218,7 @@ class _Maker:
         timeout: float | None = None,
         device: str | None = None,
     ) -> Group:
-        return Group(
+        group = Group(
             name,
             ranks,
             ranks.index(self.rank),
@@ -226,6 +229,8 @@ class _Maker:
             device=self.device if device is None else device,
             health=self.health,
         )
+        self.health.groups.append(group)
+        return group
 
     def _adopt(self, group: Group) -> Group:
         return self._group(group.name, group.ranks, group.process_group, group.timeout, group.device)

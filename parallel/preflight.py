@@ -37,9 +37,9 @@ def compare_facts(group: Group, facts: Mapping[str, Fact]) -> None:
     if group.size == 1:
         return
     own = _encode({**_own_facts(group), **{f"fact {name}": value for name, value in facts.items()}})
-    with group.call("preflight", "start", dtype="uint8", columns=len(own)) as process_group:
+    with group.call("preflight", "start", dtype="uint8", columns=len(own)):
         lengths = torch.zeros(group.size, dtype=torch.int64)
-        dist.all_gather(list(lengths.split(1)), torch.tensor([len(own)]), group=process_group)
+        dist.all_gather(list(lengths.split(1)), torch.tensor([len(own)]), group=group.process_group)
         longest = int(lengths.max())
         if longest > FACTS_LIMIT or int(lengths.min()) < 1:
             raise group.error(
@@ -51,7 +51,7 @@ def compare_facts(group: Group, facts: Mapping[str, Fact]) -> None:
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(own)] = cpu_tensor(own)
         received = [torch.empty_like(padded) for _ in group.ranks]
-        dist.all_gather(received, padded, group=process_group)
+        dist.all_gather(received, padded, group=group.process_group)
         pieces = zip(received, lengths.tolist(), strict=True)
         table = mismatch_table([_decode(row.numpy()[:length].tobytes()) for row, length in pieces], group.ranks)
         if table:

@@ -180,7 +180,7 @@ def many_missing(folder):
     edit_shard(folder, "layers.0.ffn.experts.0.w1.weight", change)
 
 
-def u16_length(folder):
+def absurd_length(folder):
     path = sorted(folder.glob("*.safetensors"))[0]
     path.write_bytes(struct.pack("<Q", 1 << 62) + path.read_bytes()[8:])
 
@@ -189,7 +189,7 @@ HEADER_FAULTS = {
     "file shorter than its header": (lambda f: cut(f, -100), "shorter than its header says"),
     "file cut inside its header": (lambda f: cut(f, 40), "header of .* cut off or damaged"),
     "empty file": (lambda f: cut(f, 0), "shorter than a safetensors header"),
-    "header length absurd": (u16_length, "cut off or damaged"),
+    "header length absurd": (absurd_length, "cut off or damaged"),
     "file longer than its header": (lambda f: edit_header(f, lambda h: None, pad=7), "longer than its header says"),
     "overlapping offsets": (lambda f: edit_header(f, overlap), "overlaps"),
     "gap between offsets": (lambda f: edit_header(f, gap, pad=8), "gap of 8 bytes"),

@@ -35,7 +35,6 @@ def test_fp32_to_lanes_and_back(layout, wire):
     lanes = as_lanes(x, wire)
     assert lanes.dtype == wire and lanes.shape == (*x.shape[:-1], x.shape[-1] * 4 // wire.itemsize)
     back = from_lanes(lanes, torch.float32)
-    assert same_bits(back, x.contiguous()) or layout == "transposed"
     assert torch.equal(raw_view(back), raw_view(x))
 
 

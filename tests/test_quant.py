@@ -168,6 +168,7 @@ def test_encoding_again_changes_nothing(spec, rows, groups, exponent, dtype, see
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(rows, 32 * groups, generator=generator, dtype=torch.float64) * 2.0**exponent).to(dtype)
     once = fake_quantise(weight, spec)
+    assert torch.equal(once.view(torch.uint8), decode(*encode(weight, spec), spec, dtype).view(torch.uint8))
     assert torch.equal(fake_quantise(once, spec), once)
     assert torch.equal(once.bfloat16().to(dtype), once), "official storage is exact in BF16"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..v4.config import V4Config
 from .names import TensorSpec, tensor_table
-from .reader import STORED_BITS
+from .reader import ITEM_BYTES
 from .verify import open_checkpoint
 
 
@@ -111,6 +111,6 @@ def _total(
         for dtype, shape in files:
             dtypes[dtype] += 1
             tensors[part] += 1
-            num_bytes[part] += prod(shape) * STORED_BITS[dtype] // 8
+            num_bytes[part] += prod(shape) * ITEM_BYTES[dtype]
     parts = {name: Part(tensors[name], num_bytes[name], parameters[name]) for name in tensors}
     return Inventory(tensors.total(), num_bytes.total(), parameters.total(), dict(dtypes), parts, shards, notes)

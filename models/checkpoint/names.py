@@ -7,8 +7,6 @@ from functools import lru_cache
 from ..v4.config import V4Config
 from ..v4.quant import FP4, QuantSpec, fp8
 
-ITEM_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "I64": 8, "I8": 1}
-
 
 @dataclass(frozen=True)
 class TensorSpec:

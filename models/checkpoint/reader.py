@@ -17,14 +17,14 @@ import torch
 from safetensors import safe_open
 
 INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 INDEX_LIMIT = 64 << 20
 HEADER_LIMIT = 100 << 20
 FIRST_FEW = 5
+SHOWN_LIMIT = 200
 
-STORED_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16,
-    "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2,
+    "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 """Dtype names of safetensors that can be here at all, with their widths."""
 
@@ -47,7 +47,13 @@ class Stored:
 def few(names: list[str]) -> str:
     """The first few names and how many more there are."""
     more = f" and {len(names) - FIRST_FEW} more" if len(names) > FIRST_FEW else ""
-    return ", ".join(names[:FIRST_FEW]) + more
+    return ", ".join(map(shown, names[:FIRST_FEW])) + more
+
+
+def shown(text: str) -> str:
+    """Text out of a file as it may stand in a message: ASCII, without control characters, not too long."""
+    clipped = text if len(text) <= SHOWN_LIMIT else f"{text[:SHOWN_LIMIT]}..."
+    return clipped.encode("unicode_escape").decode()
 
 
 def read_json_object(path: Path, limit: int) -> dict[str, Any]:
@@ -102,7 +108,7 @@ def list_stored(directory: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
 def inside(directory: Path, name: str) -> Path:
     """The path of a file that an index names; CheckpointError unless it is a plain file of the folder itself."""
     if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
-        raise CheckpointError(f"{directory}: the index names {name!r}, allowed: plain file names inside the folder")
+        raise CheckpointError(f"{directory}: the index names {shown(repr(name))}, allowed: plain file names in it")
     path = directory / name
     try:
         real = path.resolve(strict=True)
@@ -188,7 +194,7 @@ def _weight_map(index_path: Path) -> dict[str, str]:
         raise CheckpointError(f"{index_path}: weight_map is absent or empty, allowed: an object of name -> file")
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise CheckpointError(f"{index_path}: {name} -> {shard!r}, allowed: a file name")
+            raise CheckpointError(f"{index_path}: {shown(name)} -> {shown(repr(shard))}, allowed: a file name")
     return weight_map
 
 
@@ -215,23 +221,23 @@ def _merge(headers: dict[str, dict[str, Stored]], directory: Path) -> dict[str, 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[int, int, Stored]:
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{path}: header entry of {name} is no object")
+        raise CheckpointError(f"{path}: header entry of {shown(name)} is no object")
     dtype = entry.get("dtype")
-    if dtype not in STORED_BITS:
-        raise CheckpointError(f"{path}: {name} has dtype {dtype!r}, allowed: {sorted(STORED_BITS)}")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{path}: {shown(name)} has dtype {shown(repr(dtype))}, allowed: {sorted(ITEM_BYTES)}")
     shape, offsets = (_counts(path, name, key, entry.get(key)) for key in ("shape", "data_offsets"))
     if len(offsets) != 2:
-        raise CheckpointError(f"{path}: {name} has data_offsets {offsets}, allowed: two of them")
+        raise CheckpointError(f"{path}: {shown(name)} has data_offsets {offsets}, allowed: two of them")
     start, stop = offsets
-    num_bytes = prod(shape) * STORED_BITS[dtype] // 8
+    num_bytes = prod(shape) * ITEM_BYTES[dtype]
     if stop - start != num_bytes:
-        raise CheckpointError(f"{path}: {name} has {stop - start} bytes, {dtype} of {shape} takes {num_bytes}")
+        raise CheckpointError(f"{path}: {shown(name)} has {stop - start} bytes, {dtype} of {shape} takes {num_bytes}")
     return start, stop, Stored(path.name, name, dtype, shape, num_bytes)
 
 
 def _counts(path: Path, name: str, key: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(v) is int and v >= 0 for v in value):
-        raise CheckpointError(f"{path}: {name} has {key} {value!r}, allowed: a list of whole numbers from 0")
+        raise CheckpointError(f"{path}: {shown(name)} has {key} {shown(repr(value))}, allowed: whole numbers from 0")
     return tuple(value)
 
 
@@ -239,9 +245,9 @@ def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_bytes: int)
     end, before = 0, "the header"
     for start, stop, name in sorted(spans):
         if start < end:
-            raise CheckpointError(f"{path}: {name} overlaps {before}: it starts at {start}, before {end}")
+            raise CheckpointError(f"{path}: {shown(name)} overlaps {shown(before)}: it starts at {start}, before {end}")
         if start > end:
-            raise CheckpointError(f"{path}: a gap of {start - end} bytes between {before} and {name}")
+            raise CheckpointError(f"{path}: a gap of {start - end} bytes between {shown(before)} and {shown(name)}")
         end, before = stop, name
     if end != data_bytes:
         what = "shorter" if end > data_bytes else "longer"

@@ -37,9 +37,9 @@ class RankWeights(dict[str, torch.Tensor]):
 
     def require(self, topology: Topology, rank: int) -> None:
         """ValueError naming both if these weights were made for another topology or rank."""
-        self.topology.require_same(topology, "the loaded weights")
+        topology.require_same(self.topology, "the loaded share")
         if rank != self.rank:
-            raise ValueError(f"the loaded weights were made for rank {self.rank}, but are used on rank {rank}")
+            raise ValueError(f"the loaded share was built for rank {self.rank}, but are used on rank {rank}")
 
 
 def check_topology(config: V4Config, topology: Topology) -> None:

@@ -43,7 +43,8 @@ def synthesize(
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
-    return torch.Generator().manual_seed((seed * 0x1_0000_0000 + zlib.crc32(name.encode())) % (1 << 63))
+    # The CPU generator takes 32 bits of a seed, so both parts are hashed into those.
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
 def _draw(spec: TensorSpec, config: V4Config, generator: torch.Generator) -> torch.Tensor:
@@ -59,7 +60,7 @@ def _draw(spec: TensorSpec, config: V4Config, generator: torch.Generator) -> tor
 
 def _shape_noise(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Noise -> values of the size that the tensor's place asks for."""
-    if name.endswith(("norm.weight",)):
+    if name.endswith("norm.weight"):
         return lambda noise: 1 + 0.3 * noise
     if name.endswith("_scale"):
         return lambda noise: 1 + 0.2 * noise

@@ -46,8 +46,6 @@ def read_config(directory: Path | str) -> V4Config:
     try:
         config = from_config_json(raw)
         _check_ids(config)
-    except CheckpointError:
-        raise
     except (ValueError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     return config
@@ -60,7 +58,10 @@ def open_checkpoint(directory: Path | str, config: V4Config | None = None) -> Ch
     config says which. Raises CheckpointError with every kind of fault found and the first few names of each.
     """
     folder = Path(directory)
-    config = read_config(folder) if config is None else config
+    if config is None:
+        config = read_config(folder)
+    else:
+        _check_ids(config)
     stored, notes = list_stored(folder)
     config, expert_notes = _with_stored_experts(config, stored)
     by_name = _match(config, stored, folder)
@@ -161,12 +162,10 @@ def _check_ids(config: V4Config) -> None:
         return
     noise = config.dspark.noise_token_id
     if not 0 <= noise < config.vocab_size:
-        raise CheckpointError(f"dspark_noise_token_id is {noise}, allowed: 0 to {config.vocab_size - 1}")
+        raise ValueError(f"dspark_noise_token_id is {noise}, allowed: 0 to {config.vocab_size - 1}")
     for layer in config.dspark.target_layer_ids:
         if not 0 <= layer < config.num_hidden_layers:
-            raise CheckpointError(
-                f"dspark_target_layer_ids holds {layer}, allowed: 0 to {config.num_hidden_layers - 1}"
-            )
+            raise ValueError(f"dspark_target_layer_ids holds {layer}, allowed: 0 to {config.num_hidden_layers - 1}")
 
 
 def _check_tokenizer(path: Path, config: V4Config) -> None:
@@ -184,9 +183,7 @@ def _check_tokenizer(path: Path, config: V4Config) -> None:
         f"{token!r} {i!r}" for token, i in ids.items() if not isinstance(i, int) or not 0 <= i < config.vocab_size
     ]
     if beyond:
-        raise CheckpointError(
-            f"{path}: ids beyond the vocabulary, allowed 0 to {config.vocab_size - 1}: {ascii(few(beyond))[1:-1]}"
-        )
+        raise CheckpointError(f"{path}: ids beyond the vocabulary, allowed 0 to {config.vocab_size - 1}: {few(beyond)}")
 
 
 def _check_hash_tables(config: V4Config, stored: Mapping[str, Stored], reader: Reader) -> None:

@@ -10,13 +10,11 @@ from safetensors.torch import save_file
 
 from ..v4.config import V4Config
 from ..v4.quant import encode
-from .names import ITEM_BYTES, TensorSpec, tensor_table
+from .names import TensorSpec, tensor_table
+from .reader import INDEX_NAME, ITEM_BYTES
+from .verify import CONFIG_NAME, TOKENIZER_NAME
 
 SHARD_BYTES = 4 << 30
-INDEX_NAME = "model.safetensors.index.json"
-CONFIG_NAME = "config.json"
-TOKENIZER_NAME = "tokenizer.json"
-
 STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
 
 

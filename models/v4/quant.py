@@ -76,18 +76,7 @@ def encode(
     Codes are float8_e4m3fn [R, C] or int8 [R, P]; the scale is [U, V] in scale_dtype, float8_e8m0fnu or float32.
     Encoding what was decoded gives the same values again. Raises ValueError for NaN, infinity or a wrong width.
     """
-    spec.stored_shape(tuple(weight_RC.shape))
-    limit = FP8_MAX if spec.kind == "fp8" else FP4_MAX
-    largest_UV = _block_largest(weight_RC, spec.block)
-    if not bool((largest_UV.double() <= limit * 2.0**127).all()):
-        raise ValueError(
-            f"weight of shape {tuple(weight_RC.shape)} holds NaN, infinity or a number beyond the largest scale, "
-            f"allowed: finite values up to {limit} * 2^127"
-        )
-    exponent_UV = _scale_exponent(largest_UV, limit)
-    inverse_UV = _power_of_two(-exponent_UV).to(_wide(weight_RC.dtype))
-    scaled_RC = _narrow(weight_RC.to(inverse_UV.dtype) * _spread(inverse_UV, spec.block, tuple(weight_RC.shape)))
-    scaled_RC = scaled_RC.clamp(-limit, limit)
+    scaled_RC, exponent_UV = _scaled(weight_RC, spec)
     codes = scaled_RC.to(torch.float8_e4m3fn) if spec.kind == "fp8" else _pack_fp4(scaled_RC)
     scale_e8m0 = encode_e8m0(exponent_UV)
     return codes, scale_e8m0 if scale_dtype == torch.float8_e8m0fnu else decode_e8m0(scale_e8m0, scale_dtype)
@@ -115,7 +104,7 @@ def decode(
         raise ValueError(
             f"scale has shape {tuple(scale_UV.shape)}, {spec.kind} of {(*lead, rows, columns)} is {wanted}"
         )
-    result = torch.empty((*lead, rows, columns), dtype=dtype) if out is None else out
+    result = torch.empty((*lead, rows, columns), dtype=dtype, device=codes.device) if out is None else out
     wide = dtype if is_exact(scale_UV, spec, dtype) else torch.float64
     scale = scale_UV.to(wide) if scale_UV.dtype == torch.float32 else decode_e8m0(scale_UV, wide)
     column_scale = _spread_dim(scale, -1, spec.block[1], origin[1], columns)
@@ -123,7 +112,8 @@ def decode(
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         values = _code_values(codes[..., start:stop, :], spec, wide)
-        block_of_row = (torch.arange(start, stop) + origin[0] % spec.block[0]) // spec.block[0]
+        row = torch.arange(start, stop, device=scale.device)
+        block_of_row = (row + origin[0] % spec.block[0]) // spec.block[0]
         result[..., start:stop, :].copy_(values.mul_(column_scale.index_select(-2, block_of_row)))
     return result
 
@@ -159,11 +149,31 @@ class _FakeQuantise(torch.autograd.Function):
     def forward(ctx: Any, weight: torch.Tensor, spec: QuantSpec | None) -> torch.Tensor:
         if spec is None:
             return weight.to(torch.bfloat16).to(weight.dtype)
-        return decode(*encode(weight, spec), spec, weight.dtype)
+        # decode(encode(weight)), without a detour over packed codes.
+        scaled_RC, exponent_UV = _scaled(weight, spec)
+        scale_UV = _power_of_two(exponent_UV).to(_wide(weight.dtype))
+        rounded_RC = scaled_RC.to(torch.float8_e4m3fn) if spec.kind == "fp8" else _round_fp4(scaled_RC)
+        return (rounded_RC.to(scale_UV.dtype) * _spread(scale_UV, spec.block, tuple(weight.shape))).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0], None
+
+
+def _scaled(weight_RC: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP32 values within the format's range, and the exponents of the scales they were divided by."""
+    spec.stored_shape(tuple(weight_RC.shape))
+    limit = FP8_MAX if spec.kind == "fp8" else FP4_MAX
+    largest_UV = _block_largest(weight_RC, spec.block)
+    if not bool((largest_UV.double() <= limit * 2.0**127).all()):
+        raise ValueError(
+            f"weight of shape {tuple(weight_RC.shape)} holds NaN, infinity or a number beyond the largest scale, "
+            f"allowed: finite values up to {limit} * 2^127"
+        )
+    exponent_UV = _scale_exponent(largest_UV, limit)
+    inverse_UV = _power_of_two(-exponent_UV).to(_wide(weight_RC.dtype))
+    scaled_RC = _narrow(weight_RC.to(inverse_UV.dtype) * _spread(inverse_UV, spec.block, tuple(weight_RC.shape)))
+    return scaled_RC.clamp(-limit, limit), exponent_UV
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
@@ -206,14 +216,14 @@ def _spread(scale: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...])
 
 def _spread_dim(scale: torch.Tensor, dim: int, block: int, origin: int, size: int) -> torch.Tensor:
     """The scale of each of `size` indices from `origin`, for a scale that starts at the block of `origin`."""
-    index = (torch.arange(size) + origin % block) // block
-    return scale.index_select(dim, index.to(scale.device))
+    index = (torch.arange(size, device=scale.device) + origin % block) // block
+    return scale.index_select(dim, index)
 
 
 def _code_values(codes: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -> torch.Tensor:
     if spec.kind == "fp8":
         return codes.to(dtype)
-    pairs = _fp4_pairs(dtype).index_select(0, codes.reshape(-1).view(torch.uint8).to(torch.int32))
+    pairs = _fp4_pairs(dtype).to(codes.device).index_select(0, codes.reshape(-1).view(torch.uint8).to(torch.int32))
     return pairs.view(*codes.shape[:-1], codes.shape[-1] * 2)
 
 
@@ -224,11 +234,17 @@ def _fp4_pairs(dtype: torch.dtype) -> torch.Tensor:
     return torch.stack((values[byte % 16], values[byte // 16]), dim=-1)
 
 
-def _pack_fp4(scaled: torch.Tensor) -> torch.Tensor:
-    """Values in [-6, 6] -> int8 codes, two a byte. The grid's step is 0.5 below 2, 1 below 4, 2 above."""
+def _round_fp4(scaled: torch.Tensor) -> torch.Tensor:
+    """Values in [-6, 6] to the nearest of the grid, ties to even; its step is 0.5 below 2, 1 below 4, 2 above."""
     size = scaled.abs()
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    size = torch.round(size / step) * step
+    step = 0.5 + 0.5 * (size >= 2).to(scaled.dtype) + (size >= 4).to(scaled.dtype)
+    return torch.round(scaled / step) * step
+
+
+def _pack_fp4(scaled: torch.Tensor) -> torch.Tensor:
+    """Values in [-6, 6] -> int8 codes of the nearest grid values, two a byte."""
+    rounded = _round_fp4(scaled)
+    size = rounded.abs()
     code = torch.where(size < 2, size * 2, torch.where(size < 4, size + 2, size / 2 + 4)).to(torch.uint8)
-    code = code + 8 * torch.signbit(scaled).to(torch.uint8)
+    code = code + 8 * torch.signbit(rounded).to(torch.uint8)
     return (code[..., 0::2] + 16 * code[..., 1::2]).contiguous().view(torch.int8)
