@@ -3,7 +3,7 @@
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -42,8 +42,10 @@ class Health:
 
 def _drop(group: "Group") -> None:
     process_group, group.process_group = group.process_group, None
-    # Several groups may stand on one process group, and the end of the world's ends all.
-    if process_group is not None and process_group in dist.distributed_c10d._world.pg_map:
+    if process_group is None or not dist.is_initialized():
+        return
+    # Several groups may stand on one process group, and the end of the world's ends all: then it is gone already.
+    with suppress(ValueError):
         dist.destroy_process_group(process_group)
 
 

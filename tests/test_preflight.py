@@ -115,6 +115,22 @@ def two_lives(groups):
     return True
 
 
+def start_with_other_flags(groups):
+    """Rank 1 says another tp when everything starts; nothing stays behind, and a second start works."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    rank, world = groups.rank, groups.topology.world
+    dist.destroy_process_group()
+    try:
+        Groups.start(Topology(world, 1 + rank, world), rank=rank, backend="gloo", timeout=20.0, store=store)
+    except CollectiveMismatch as problem:
+        said = str(problem)
+    assert not dist.is_initialized()
+    Groups.start(Topology(world, 2, world), rank=rank, backend="gloo", timeout=20.0, store=store)
+    return said
+
+
 def derived_groups(groups):
     derived = groups.derive(Topology(groups.topology.world, 2, groups.topology.world))
     assert derived.tp.size == 2 and derived.world.process_group is groups.world.process_group
@@ -123,9 +139,11 @@ def derived_groups(groups):
     return agreement.agree([groups.rank], groups)
 
 
-def test_two_start_and_close_cycles_in_one_process():
+def test_start_and_close_again_and_again_in_one_process():
     pool = RankPool(2, 20.0)
     try:
+        for text in pool.run(Topology(2, 1, 2), "test_preflight:start_with_other_flags", timeout=60):
+            assert "tp 1" in text and "tp 2" in text
         assert pool.run(Topology(2, 1, 2), "test_preflight:two_lives", timeout=60) == [True, True]
     finally:
         pool.kill()
