@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--log-every", type=int, default=20, help="steps between log lines")
     parser.add_argument("--output", type=Path, default=None, help="write the checkpoint and its report here at the end")
+    parser.add_argument("--docs", type=Path, default=None, help="folder of the loss curve (default: that of --output)")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     settings = TrainSettings(minutes=args.minutes)
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output is not None and trainer.progress >= 1:
         from .sample_report import write_sample
 
-        write_sample(trainer, args.work, args.output)
+        write_sample(trainer, args.work, args.output, docs=args.docs)
     return 0
 
 

@@ -63,6 +63,11 @@ def test_two_tensor_groups_side_by_side(ranks):
         ranks.run(Topology(4, 2, 4), f"test_projection:{body}", num_groups=8)
 
 
+def test_groups_that_are_no_whole_branches(ranks):
+    """6 groups over 3 ranks: single partials travel, and the bits are still those of one rank."""
+    ranks.run(Topology(3, 3, 3), "test_projection:reduce", num_groups=6)
+
+
 @pytest.mark.slow
 def test_six_groups_over_three_ranks(ranks):
     for body in ("publish", "reduce", "weights"):

@@ -1,0 +1,40 @@
+"""`meshspark <verb>`: a table of verbs. Each is also `python -m meshspark.launch.<module>`."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+VERBS = {
+    "generate": ("generate", "write text with a checkpoint on a mesh of ranks"),
+    "doctor": ("doctor", "say whether this machine can run the ranks"),
+    "checkpoint": ("checkpoint", "inspect a checkpoint, or synthesize a random one"),
+    "make-sample": ("make_sample", "train the bundled sample"),
+    "bench": ("bench", "measure: bench decode"),
+}
+"""Verb -> (module of launch/, what it does)."""
+
+
+def usage() -> str:
+    """The help text."""
+    width = max(map(len, VERBS))
+    lines = [f"  {verb:<{width}}  {what}" for verb, (_, what) in VERBS.items()]
+    return "\n".join(["usage: meshspark VERB [flags]", "", *lines, "", "meshspark VERB --help lists a verb's flags."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb; its exit code. 2 for an unknown one."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if not arguments or arguments[0] not in VERBS:
+        given = f"verb is {arguments[0]!r}, allowed: {', '.join(VERBS)}\n" if arguments else ""
+        print(f"{given}{usage()}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f".{VERBS[arguments[0]][0]}", __package__)
+    code: int = module.main(arguments[1:])
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The flags that mean the same in every verb, and what they resolve to. Imports no torch."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+from ..parallel.topology import Topology
+
+BACKEND_OF = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+NUMERICS = ("float64", "float32", "bfloat16")
+LATER_NUMERICS = ("w8a8",)
+STANDARD_OUTPUT = "-"
+LIMITS = {"world": 1 << 20, "ids": 1 << 16}
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Raises ValueError where argparse would print and end: under torchrun only one rank is to speak."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """A kind of device and, if the user listed them, the ids of the local ranks in order."""
+
+    kind: str = "cpu"
+    ids: tuple[int, ...] | None = None
+
+    def of(self, local_rank: int) -> str:
+        """The device of a local rank: cpu, or kind:id where the id is listed or the local rank itself."""
+        if self.kind == "cpu":
+            return "cpu"
+        if self.ids is None:
+            return f"{self.kind}:{local_rank}"
+        if local_rank >= len(self.ids):
+            raise ValueError(
+                f"--device {self} lists {len(self.ids)} ids, but local rank {local_rank} needs id number "
+                f"{local_rank + 1}; list one distinct id for each local rank"
+            )
+        return f"{self.kind}:{self.ids[local_rank]}"
+
+    def check(self, local_ranks: int) -> None:
+        """ValueError naming the first local rank that has no id of its own."""
+        for local_rank in range(local_ranks):
+            self.of(local_rank)
+
+    def __str__(self) -> str:
+        return self.kind if self.ids is None else f"{self.kind}:{','.join(map(str, self.ids))}"
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """The common flags, resolved. json: None, "-" for standard output, or a file."""
+
+    topology: Topology
+    backend: str
+    device: DeviceChoice
+    timeout: float
+    numerics: str
+    seed: int
+    json: str | None = None
+
+    def facts(self) -> dict[str, str | int | float]:
+        """What must be equal on all ranks."""
+        sizes = {name: value for name, value in asdict(self.topology).items()}
+        return {
+            **sizes,
+            "backend": self.backend,
+            "device": self.device.kind,
+            "timeout": self.timeout,
+            "numerics": self.numerics,
+            "seed": self.seed,
+        }
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the common flags to a verb's parser."""
+    group = parser.add_argument_group("common flags")
+    group.add_argument("--ranks", type=int, help="ranks to start here; not under torchrun (default: --ep, --tp or 1)")
+    group.add_argument("--tp", type=int, help="ranks of a tensor and context group (default: 1)")
+    group.add_argument("--ep", type=int, help="ranks of an expert group (default: all)")
+    group.add_argument("--backend", choices=sorted(BACKEND_OF.values()), help="default: the device's own")
+    group.add_argument("--device", default="cpu", help="cpu, cuda or npu, with ids if wanted: cuda:0,1")
+    group.add_argument(
+        "--timeout", type=float, default=60.0, help="seconds that a rank waits for another (default: 60)"
+    )
+    group.add_argument(
+        "--numerics", default="float32", choices=NUMERICS + LATER_NUMERICS, help="dtypes (default: float32)"
+    )
+    group.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
+    group.add_argument(
+        "--json",
+        nargs="?",
+        const=STANDARD_OUTPUT,
+        metavar="FILE",
+        help="write JSON to FILE, or to standard output and the tables to standard error",
+    )
+
+
+def resolve(args: argparse.Namespace, world_size: int | None = None, local_ranks: int | None = None) -> RunFlags:
+    """The run that the flags ask for; world_size and local_ranks are torchrun's, None where it did not start us.
+
+    ValueError naming the equation, the values and what is legal.
+    """
+    topology = resolve_topology(args.ranks, args.tp, args.ep, world_size)
+    device = parse_device(args.device)
+    device.check(topology.world if local_ranks is None else local_ranks)
+    if args.numerics in LATER_NUMERICS:
+        raise ValueError(f"--numerics is {args.numerics}, which is not implemented yet; allowed: {', '.join(NUMERICS)}")
+    if not 0 < args.timeout < 1e9:
+        raise ValueError(f"--timeout is {args.timeout}, allowed: seconds above 0")
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed is {args.seed}, allowed: 0 to 2**63 - 1")
+    own = BACKEND_OF[device.kind]
+    if args.backend not in (None, own):
+        raise ValueError(f"--backend is {args.backend}, but --device {device} moves its rows with {own}")
+    return RunFlags(topology, own, device, args.timeout, args.numerics, args.seed, args.json)
+
+
+def resolve_topology(ranks: int | None, tp: int | None, ep: int | None, world_size: int | None = None) -> Topology:
+    """ranks = world_size under torchrun, else --ranks, else --ep, else --tp, else 1; ep defaults to ranks, tp to 1."""
+    for name, value in (("--ranks", ranks), ("--tp", tp), ("--ep", ep)):
+        if value is not None and not 1 <= value <= LIMITS["world"]:
+            raise ValueError(f"{name} is {value}, allowed: a whole number from 1")
+    if world_size is not None and ranks is not None:
+        raise ValueError(
+            f"--ranks is {ranks}, but torchrun has started {world_size} ranks already (WORLD_SIZE); "
+            "leave --ranks out, or start without torchrun"
+        )
+    world = next(n for n in (world_size, ranks, ep, tp, 1) if n is not None)
+    return Topology(world, 1 if tp is None else tp, world if ep is None else ep)
+
+
+def parse_device(text: str) -> DeviceChoice:
+    """cpu, cuda, npu, or one of the latter with ids: cuda:0,1."""
+    kind, colon, listed = text.partition(":")
+    if kind not in BACKEND_OF:
+        raise ValueError(f"--device is {text!r}, allowed: {', '.join(BACKEND_OF)}, with ids such as cuda:0,1")
+    if not colon:
+        return DeviceChoice(kind)
+    if kind == "cpu":
+        raise ValueError(f"--device is {text!r}, but cpu takes no ids")
+    pieces = listed.split(",")
+    if not all(p.isascii() and p.isdecimal() and int(p) < LIMITS["ids"] for p in pieces):
+        raise ValueError(f"--device is {text!r}, allowed after the colon: ids such as 0,1")
+    ids = tuple(int(p) for p in pieces)
+    for local_rank, number in enumerate(ids):
+        first = ids.index(number)
+        if first < local_rank:
+            raise ValueError(
+                f"--device {text} gives id {number} to local rank {first} and again to local rank {local_rank}; "
+                "list one distinct id for each local rank"
+            )
+    return DeviceChoice(kind, ids)
+
+
+def without_ranks(argv: Sequence[str]) -> list[str]:
+    """The command line for ranks that know their number from the environment."""
+    kept: list[str] = []
+    skip = False
+    for argument in argv:
+        if not skip and argument != "--ranks" and not argument.startswith("--ranks="):
+            kept.append(argument)
+        skip = argument == "--ranks"
+    return kept

@@ -1,0 +1,184 @@
+"""`meshspark generate`: write text with a checkpoint on a mesh of ranks."""
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..models.checkpoint.loader import load_on_all_ranks
+from ..models.checkpoint.verify import read_config
+from ..models.numerics import numerics
+from ..models.v4.config import V4Config
+from ..models.v4.model import Model
+from ..parallel.groups import Groups
+from .chat import FORMS, Message, encode_chat
+from .engine import Engine
+from .flags import FlagParser, RunFlags, add_common, resolve
+from .output import people, write_json
+from .requests import SamplingParams
+from .spawn import run_job
+from .tokenizer import TextTokenizer
+from .worker import config_facts, named_stage, read_place, run_main
+from .writing import Printer, Writing, result_json, result_tables
+
+MODULE = "meshspark.launch.generate"
+SAMPLE = Path(__file__).parent.parent / "models" / "sample"
+MAX_SLOTS = 8
+PROMPT_FILE_LIMIT = 16 << 20
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to write: the checkpoint, the prompts as text and ids, and how."""
+
+    directory: Path
+    config: V4Config
+    tokenizer: TextTokenizer
+    prompts: tuple[str, ...]
+    prompt_ids: tuple[tuple[int, ...], ...]
+    chat: str | None
+    stops: tuple[str, ...]
+    params: SamplingParams
+
+    @property
+    def max_context(self) -> int:
+        return max(map(len, self.prompt_ids)) + self.params.max_new_tokens
+
+    def slots_per_rank(self, world: int) -> int:
+        """Enough for all prompts over the ranks, if they are few; the others wait."""
+        return min(MAX_SLOTS, -(-len(self.prompts) // world))
+
+    def facts(self) -> dict[str, str | int | float]:
+        """What must be equal on all ranks."""
+        ids = hashlib.sha256(repr((self.prompt_ids, self.stops)).encode()).hexdigest()[:16]
+        return {**config_facts(self.directory), "prompts": ids, "params": repr(self.params)}
+
+
+def parser() -> FlagParser:
+    """The verb's flags."""
+    flags = FlagParser(prog="meshspark generate", description=__doc__, allow_abbrev=False)
+    flags.add_argument("--checkpoint", type=Path, default=SAMPLE, metavar="DIR", help="default: the bundled sample")
+    flags.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given more than once")
+    flags.add_argument(
+        "--prompt-file", action="append", default=[], type=Path, metavar="FILE", help="a file whose text is one prompt"
+    )
+    flags.add_argument(
+        "--chat", nargs="?", const="chat", choices=FORMS, help="prompts are a user's messages, in the official encoding"
+    )
+    flags.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    flags.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)")
+    flags.add_argument("--top-p", type=float, default=1.0, help="share of probability to draw from (default: 1)")
+    flags.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    add_common(flags)
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, 1 for a failure, 2 for wrong flags or a missing checkpoint, 130 for an interrupt."""
+    return run_main("generate", _act, argv)
+
+
+def _act(argv: Sequence[str] | None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(arguments)
+    place = read_place()
+    flags = resolve(args, *((place.world, place.local_rank + 1) if place else (None, None)))
+    task = prepare(args, flags)
+    return run_job(MODULE, arguments, flags, lambda groups: generate(groups, task, flags), task.facts())
+
+
+def prepare(args: argparse.Namespace, flags: RunFlags) -> Task:
+    """Check everything that can be checked before a rank starts. ValueError."""
+    directory: Path = args.checkpoint
+    if not (directory / "config.json").is_file():
+        what = "the bundled sample is not there" if directory == SAMPLE else "there is no checkpoint"
+        raise ValueError(f"{what}: {directory / 'config.json'} does not exist; give --checkpoint DIR")
+    config = read_config(directory)
+    flags.topology.check_model(config.o_groups, config.vocab_size, config.n_routed_experts)
+    tokenizer = TextTokenizer.load(directory, config.vocab_size)
+    prompts = tuple(args.prompt) + tuple(_read_prompt(path) for path in args.prompt_file)
+    if not prompts:
+        raise ValueError("there is no prompt; give --prompt TEXT or --prompt-file FILE")
+    if "" in args.stop:
+        raise ValueError("--stop is empty, allowed: at least one character")
+    params = SamplingParams(args.max_new_tokens, args.temperature, args.top_p, flags.seed, config.eos_token_id)
+    ids = tuple(tuple(encode_prompt(prompt, tokenizer, args.chat)) for prompt in prompts)
+    task = Task(directory, config, tokenizer, prompts, ids, args.chat, tuple(args.stop), params)
+    if not all(ids):
+        raise ValueError(f"prompt {ids.index(()) + 1} is empty, and {tokenizer.source} has no begin token")
+    if task.max_context > config.max_position_embeddings:
+        raise ValueError(
+            f"the longest prompt of {task.max_context - params.max_new_tokens} ids and --max-new-tokens "
+            f"{params.max_new_tokens} are {task.max_context} positions, allowed: {config.max_position_embeddings}"
+        )
+    return task
+
+
+def encode_prompt(prompt: str, tokenizer: TextTokenizer, chat: str | None) -> list[int]:
+    """A prompt's ids: the official chat encoding, or the text after the begin token where there is one."""
+    if chat is not None:
+        return encode_chat([Message("user", prompt)], tokenizer, chat)
+    return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
+
+
+def _read_prompt(path: Path) -> str:
+    try:
+        if path.stat().st_size > PROMPT_FILE_LIMIT:
+            raise ValueError(f"--prompt-file {path} has {path.stat().st_size} bytes, allowed: {PROMPT_FILE_LIMIT}")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ValueError(f"--prompt-file {path}: {problem}") from problem
+
+
+def generate(groups: Groups, task: Task, flags: RunFlags) -> None:
+    """One rank's part: load, run the engine, and on world rank 0 print."""
+    with named_stage("load"):
+        model = load_model(groups, task.directory, flags)
+    model.clock.enabled = True
+    with named_stage("step", lambda: model.clock.current):
+        engine = Engine(model, slots_per_rank=task.slots_per_rank(groups.topology.world), max_context=task.max_context)
+        if not engine.is_front:
+            engine.serve()
+            return
+        writings = write(engine, task, flags)
+        engine.close()
+    metrics, topology = engine.metrics(), groups.topology
+    write_json(flags.json, result_json(writings, topology, metrics))
+    result_tables(people(flags.json), writings, topology, metrics)
+
+
+def load_model(groups: Groups, directory: Path, flags: RunFlags) -> Model:
+    """This rank's share of a checkpoint as a model on its device. All ranks call it."""
+    mode = numerics(flags.numerics)
+    config, weights = load_on_all_ranks(directory, groups, mode)
+    weights.require(groups.topology, groups.rank)
+    device = torch.device(groups.device)
+    held = dict(weights) if device.type == "cpu" else {name: w.to(device) for name, w in weights.items()}
+    return Model(config, held, groups, mode)
+
+
+def write(engine: Engine, task: Task, flags: RunFlags) -> list[Writing]:
+    """Run all prompts to their ends on world rank 0, printing as text comes."""
+    printer = Printer(people(flags.json), len(task.prompts), show_prompt=task.chat is None)
+    by_request: dict[int, Writing] = {}
+    for number, (prompt, ids) in enumerate(zip(task.prompts, task.prompt_ids, strict=True)):
+        writing = Writing(number, prompt, ids, task.tokenizer, task.stops)
+        by_request[engine.add_request(list(ids), task.params)] = writing
+        printer.start(writing)
+    while engine.active:
+        for event in engine.step():
+            writing = by_request[event.request_id]
+            printer.more(writing, writing.take(event))
+            if writing.stopped and event.finish_reason is None:
+                engine.cancel(event.request_id, "stop")
+            if event.finish_reason is not None:
+                printer.end(writing)
+    return list(by_request.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

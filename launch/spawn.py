@@ -1,0 +1,175 @@
+"""N local ranks of a verb in one call, over torch's own elastic launcher."""
+
+import json
+import logging
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .flags import RunFlags, without_ranks
+from .worker import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    RUN_ID,
+    Place,
+    check_machine,
+    environment_for_ranks,
+    read_place,
+    run_rank,
+)
+
+SHUTDOWN_SECONDS = 3
+MONITOR_SECONDS = 0.1
+STDERR_TAIL = 4000
+
+
+def run_job(
+    module: str,
+    argv: Sequence[str],
+    flags: RunFlags,
+    job: Callable[[Any], None],
+    facts: Mapping[str, str | int | float] | None = None,
+) -> int:
+    """Run job(groups) on every rank that the flags ask for; the exit code.
+
+    Under torchrun, or for a single rank, this process is the rank. Otherwise the ranks are started here as
+    `python -m module argv`, and each of them comes to this function again.
+    """
+    place = read_place()
+    if place is None and flags.topology.world > 1:
+        check_machine(flags, flags.topology.world)
+        return run_local(module, without_ranks(argv), flags.topology.world)
+    return run_rank(place or Place(), flags, job, facts)
+
+
+def run_local(module: str, argv: Sequence[str], ranks: int) -> int:
+    """`python -m module argv` on this many local ranks; the exit code.
+
+    Rank 0's output streams through. The output of the others is shown only if they fail without a message of
+    their own. The first failure ends all ranks and is told in one message; SIGINT and SIGTERM end them too.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    with tempfile.TemporaryDirectory(prefix="meshspark-") as folder:
+        try:
+            with _signals_restored(), environment_for_ranks(ranks, _loopback()):
+                _launch(module, argv, ranks, folder)
+        except ChildFailedError as failure:
+            codes = {rank: f.exitcode for rank, f in failure.failures.items()}
+            text, code = _explain(codes, Path(folder))
+            print(f"meshspark: {text}", file=sys.stderr, flush=True)
+            return code
+        except SignalException as caught:
+            print(f"meshspark: {caught.sigval.name}: all {ranks} ranks ended", file=sys.stderr, flush=True)
+            return INTERRUPTED if caught.sigval == signal.SIGINT else 128 + caught.sigval
+    return OK
+
+
+def _launch(module: str, argv: Sequence[str], ranks: int, folder: str) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    quiet = {rank: Std.ALL for rank in range(1, ranks)}
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=f"{RUN_ID}{uuid.uuid4().hex}",
+        rdzv_backend="c10d",
+        # Port 0: the system chooses a free one, and the ranks meet in this very store.
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=MONITOR_SECONDS,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        logs_specs=DefaultLogsSpecs(log_dir=folder, redirects={0: Std.NONE, **quiet}),
+    )
+    # The launcher's own log repeats, in many lines, what is said here in one.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # -P: a file of the user's folder never stands in for a module.
+    elastic_launch(config, sys.executable)("-P", "-m", module, *argv)
+
+
+def _loopback() -> str | None:
+    """The loopback interface's name: where a host's name leads elsewhere, gloo would leave the machine."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _explain(codes: Mapping[int, int], folder: Path) -> tuple[str, int]:
+    """(message, exit code) of a failed job: the root cause, not what followed from it.
+
+    A killed rank comes first, then the earliest error of a rank's own, then the earliest word of another's death.
+    The launcher itself ends the rest with SIGTERM, which is no cause.
+    """
+    reports = _reports(folder)
+    killed = [rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM and rank not in reports]
+    if killed:
+        rank = min(killed)
+        return f"rank {rank} was killed by {signal.Signals(-codes[rank]).name}{_heard(reports, rank)}", FAILED
+    own = {rank: extra for rank, extra in reports.items() if not extra["secondary"]}
+    silent = [rank for rank, code in codes.items() if code > 0 and rank not in reports]
+    if not own and silent:
+        rank = min(silent)
+        return f"rank {rank} ended with exit code {codes[rank]}{_heard(reports, rank)}{_said(folder, rank)}", FAILED
+    if own or reports:
+        rank, extra = min((own or reports).items(), key=lambda item: item[1]["time"])
+        text = extra["text"] if extra["expected"] else f"{extra['text']}\n{extra['stack'].rstrip()}"
+        # A rank that the launcher had to end may have reported before.
+        code = codes.get(rank, FAILED)
+        return text, code if code > 0 else FAILED
+    return f"the launcher ended with exit codes {dict(codes)}", FAILED
+
+
+def _heard(reports: Mapping[int, dict[str, Any]], dead_rank: int) -> str:
+    """What the earliest survivor saw."""
+    others = [extra for rank, extra in reports.items() if rank != dead_rank]
+    return f"; then {min(others, key=lambda e: e['time'])['text']}" if others else ""
+
+
+def _said(folder: Path, rank: int) -> str:
+    """The end of a silent rank's standard error; rank 0's was on the terminal already."""
+    for path in folder.glob(f"*/attempt_*/{rank}/stderr.log"):
+        tail = path.read_text(encoding="utf-8", errors="replace")[-STDERR_TAIL:].strip()
+        if tail:
+            return f"; it said:\n{tail}"
+    return ""
+
+
+def _reports(folder: Path) -> dict[int, dict[str, Any]]:
+    """What the ranks left in their error files."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in folder.glob("*/attempt_*/*/error.json"):
+        try:
+            message = json.loads(path.read_text(encoding="utf-8"))["message"]
+            extra = message["extraInfo"]
+            found[int(path.parent.name)] = {
+                "text": str(message["message"]),
+                "stack": str(extra["py_callstack"]),
+                "time": float(extra["time"]),
+                "secondary": bool(extra["secondary"]),
+                "expected": bool(extra["expected"]),
+            }
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found

@@ -1,0 +1,91 @@
+"""Small V4 shapes on which all implementations of the target must agree, with their weights and prompts."""
+
+from dataclasses import replace
+
+import torch
+from meshspark.models.checkpoint.synthetic import random_weights
+from meshspark.models.numerics import Numerics
+from meshspark.models.v4.config import V4Config, YarnScaling
+
+LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300)
+"""Prompt lengths on both sides of every boundary of ratio 4, ratio 128 and the windows."""
+
+
+def _base() -> V4Config:
+    return V4Config(
+        hidden_size=64,
+        num_hidden_layers=5,
+        vocab_size=264,
+        num_attention_heads=8,
+        head_dim=32,
+        qk_rope_head_dim=16,
+        q_lora_rank=32,
+        o_groups=4,
+        o_lora_rank=32,
+        sliding_window=8,
+        compress_ratios=(0, 4, 128, 4, 0),
+        draft_ratios=(),
+        index_n_heads=24,
+        index_head_dim=32,
+        index_topk=3,
+        moe_intermediate_size=32,
+        n_routed_experts=16,
+        num_experts_per_tok=3,
+        num_hash_layers=2,
+        swiglu_limit=1.0,
+        max_position_embeddings=4096,
+        yarn=YarnScaling(factor=16.0, original_max_position_embeddings=256),
+    )
+
+
+def golden_configs() -> dict[str, V4Config]:
+    """Name -> shape. Together: every layer kind first and last, windows 8 to 128, top-k that binds and not,
+    YaRN on and off, 0 to 3 hash layers, 2 and 4 streams, several group sizes."""
+    base, off = _base(), YarnScaling(factor=1.0)
+    return {
+        "window8": base,
+        "plain_rope": replace(
+            base,
+            num_hidden_layers=3,
+            compress_ratios=(0, 4, 128),
+            sliding_window=16,
+            index_topk=8,
+            yarn=off,
+            num_hash_layers=1,
+            hc_mult=2,
+            hc_sinkhorn_iters=3,
+        ),
+        "all_entries": replace(
+            base,
+            num_hidden_layers=3,
+            compress_ratios=(4, 128, 4),
+            sliding_window=128,
+            index_topk=512,
+            num_hash_layers=0,
+            o_groups=8,
+            yarn=YarnScaling(factor=4.0, original_max_position_embeddings=64),
+        ),
+        "hash_layers": replace(
+            base,
+            num_hidden_layers=4,
+            compress_ratios=(128, 0, 4, 4),
+            sliding_window=16,
+            index_topk=8,
+            num_attention_heads=6,
+            o_groups=2,
+            num_hash_layers=3,
+            num_experts_per_tok=4,
+            routed_scaling_factor=2.5,
+        ),
+    }
+
+
+def golden_weights(config: V4Config, numerics: Numerics, seed: int = 7) -> dict[str, torch.Tensor]:
+    """The same values in every numerics: they survive official storage, so narrow dtypes hold them too."""
+    return dict(random_weights(config, seed, numerics))
+
+
+def golden_prompts(config: V4Config) -> list[list[int]]:
+    """One prompt per entry of LENGTHS; none is a prefix of another."""
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
