@@ -64,7 +64,7 @@ class RunFlags:
 
     def facts(self) -> dict[str, str | int | float]:
         """What must be equal on all ranks."""
-        sizes = {name: value for name, value in asdict(self.topology).items()}
+        sizes = asdict(self.topology)
         return {
             **sizes,
             "backend": self.backend,

@@ -86,7 +86,7 @@ def _act(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(arguments)
     place = read_place()
-    flags = resolve(args, *((place.world, place.local_rank + 1) if place else (None, None)))
+    flags = resolve(args, *((place.world, place.local_world) if place else (None, None)))
     task = prepare(args, flags)
     return run_job(MODULE, arguments, flags, lambda groups: generate(groups, task, flags), task.facts())
 

@@ -77,7 +77,7 @@ def _launch(module: str, argv: Sequence[str], ranks: int, folder: str) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    quiet = {rank: Std.ALL for rank in range(1, ranks)}
+    quiet = dict.fromkeys(range(1, ranks), Std.ALL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

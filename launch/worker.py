@@ -177,7 +177,7 @@ def run_rank(
         _end_with_parent()
     try:
         with named_stage("start"):
-            check_machine(flags, place.local_rank + 1)
+            check_machine(flags, place.local_world)
             groups = _start(place, flags, {**flags.facts(), **(facts or {})})
         with named_stage("run"):
             job(groups)

@@ -96,7 +96,9 @@ def test_only_groups_makes_process_groups() -> None:
 
 
 def test_only_the_worker_reads_the_environment() -> None:
-    assert {name for name, tree in _trees() if _reads_environment(tree)} == {"launch/worker.py"}
+    # The doctor hands its own environment on to the ranks that it tries.
+    users = {name for name, tree in _trees() if _reads_environment(tree)}
+    assert {"launch/worker.py"} <= users <= {"launch/worker.py", "launch/doctor.py"}
 
 
 def test_rank_arithmetic_imports_no_torch() -> None:

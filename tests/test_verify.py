@@ -86,8 +86,23 @@ def restore(caches: Caches, slot: int, length: int, dump: dict[str, torch.Tensor
         caches.pools[family.name][:, slots] = rows
 
 
-def play(model: Model, episodes: list[Episode], dumps: list[dict[str, torch.Tensor]], tp: int, seed: int) -> list:
-    """All episodes as requests of the same two steps -> (episode, position, logits) of owned rows; dump per episode."""
+PACKED = 240
+"""Episodes that share their steps: bounds the memory of one step."""
+
+
+def play(model: Model, episodes: list[Episode], dumps: list[dict[str, torch.Tensor]], tp: int, seed: int) -> tuple:
+    """Packs of episodes -> (episode, position, logits) of owned rows, and the dump that ends each episode."""
+    rows, ends = [], []
+    for first in range(0, len(episodes), PACKED):
+        pack = episodes[first : first + PACKED]
+        pack_rows, pack_ends = play_pack(model, pack, dumps, tp, seed + first)
+        rows += [(first + index, position, logits) for index, position, logits in pack_rows]
+        ends += pack_ends
+    return rows, ends
+
+
+def play_pack(model: Model, episodes: list[Episode], dumps: list[dict[str, torch.Tensor]], tp: int, seed: int) -> tuple:
+    """Episodes as requests of the same two steps."""
     text, vocab = tokens(model.config.vocab_size), model.config.vocab_size
     caches = model.make_caches(CacheShape(max(1, len(episodes)), CONTEXT, max(WIDTHS)))
     poison(caches)
@@ -112,7 +127,7 @@ def play(model: Model, episodes: list[Episode], dumps: list[dict[str, torch.Tens
             rows.append((index, requests[index].start + offset, logits))
     caches.check_integrity()
     ends = [caches.dump(slot, e.start + e.accepted + FOLLOW) for slot, e in enumerate(episodes)]
-    return [rows, ends]
+    return rows, ends
 
 
 def worst(mode: str, rows: list, ends: list, episodes: list[Episode], want: Serial) -> str:

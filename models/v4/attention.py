@@ -79,7 +79,7 @@ def _attend_batch(
     output = blocks[0].values(parts[0])
     for block, part in zip(blocks[1:], parts[1:], strict=False):
         output = output + block.values(part)
-    return output.view(N * R, A, D)
+    return output.flatten(0, 1)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,82 @@
+"""A trial of the exchanges that a model uses: rank-stamped patterns, compared bit for bit."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..comm.collectives import all_gather_rows, broadcast_bytes, exchange_counts, exchange_rows
+from ..layouts.bits import same_bits
+from ..parallel.errors import TransportError
+from ..parallel.groups import Groups
+from .flags import FlagParser, add_common, resolve
+from .spawn import run_job
+from .worker import read_place, run_main
+
+MODULE = "meshspark.launch.exchange"
+ROWS, COLUMNS = 3, 8
+STAGE = "exchange trial"
+
+
+def stamp(source: int, destination: int, device: str) -> torch.Tensor:
+    """Rows [3, 8] in bfloat16 that name who sent them to whom; no two pairs below 90 ranks share a value."""
+    values = torch.arange(ROWS * COLUMNS, dtype=torch.int32) + 1 + 32 * (source + 1) + 977 * (destination + 1)
+    return values.to(torch.int16).view(torch.bfloat16).view(ROWS, COLUMNS).to(device)
+
+
+def try_exchanges(groups: Groups) -> None:
+    """Every exchange once over the world. TransportError names the first whose result is wrong. All ranks call it."""
+    trials: dict[str, Callable[[Groups], tuple[torch.Tensor, torch.Tensor]]] = {
+        "all_gather_rows": _gather,
+        "exchange_counts": _counts,
+        "exchange_rows": _rows,
+        "broadcast_bytes": _broadcast,
+    }
+    for op, trial in trials.items():
+        result, expected = trial(groups)
+        if not same_bits(result.cpu(), expected.cpu()):
+            raise groups.world.error(TransportError, "ended without an error, but its result is wrong", op, STAGE)
+
+
+def _gather(groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+    device, world = groups.device, groups.topology.world
+    result = all_gather_rows(stamp(groups.rank, 0, device), groups.world, stage=STAGE)
+    return result, torch.cat([stamp(source, 0, device) for source in range(world)])
+
+
+def _counts(groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+    world = groups.topology.world
+    counts = torch.tensor([100 * groups.rank + peer + 1 for peer in range(world)], device=groups.device)
+    result = exchange_counts(counts, groups.world, stage=STAGE)
+    return result, torch.tensor([100 * source + groups.rank + 1 for source in range(world)])
+
+
+def _rows(groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+    device, world = groups.device, groups.topology.world
+    sent = torch.cat([stamp(groups.rank, peer, device) for peer in range(world)])
+    result = exchange_rows(sent, groups.world, [ROWS] * world, [ROWS] * world, stage=STAGE)
+    return result, torch.cat([stamp(source, groups.rank, device) for source in range(world)])
+
+
+def _broadcast(groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+    message = bytes(range(256))
+    result = broadcast_bytes(message, groups.control, 0, length=len(message), stage=STAGE)
+    return torch.frombuffer(bytearray(result), dtype=torch.uint8), torch.arange(256).to(torch.uint8)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The trial on every rank that the common flags ask for; exit code 0 if all results are right."""
+    return run_main("exchange", _act, argv)
+
+
+def _act(argv: Sequence[str] | None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = FlagParser(prog="python -m meshspark.launch.exchange", description=__doc__, allow_abbrev=False)
+    add_common(parser)
+    place = read_place()
+    flags = resolve(parser.parse_args(arguments), *((place.world, place.local_world) if place else (None, None)))
+    return run_job(MODULE, arguments, flags, try_exchanges)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Slots of positions: 64 bit, ring wrap, -1, and the bounds that keep provisional rows from evicting."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshspark.layouts.pages import PageFamily, PageTable, page_families
+from meshspark.layouts.rows import RequestRows, band_length, place_rows
+
+
+@given(st.integers(0, 2**20), st.sampled_from([1, 2, 8, 32, 64]), st.integers(1, 9), st.integers(0, 5))
+def test_slot_is_the_formula_in_python_integers(index: int, page: int, depth: int, seed: int) -> None:
+    draw = random.Random(seed)
+    pages = [draw.randrange(-1, 2**40) for _ in range(depth)]
+    table = PageTable(page, torch.tensor([pages], dtype=torch.int64))
+    got = table.slots(torch.tensor(0), torch.tensor([index]))
+    physical = pages[index // page % depth]
+    assert got.dtype == torch.int64
+    assert got.tolist() == [-1 if physical < 0 else physical * page + index % page]
+
+
+def test_int32_indices_do_not_overflow() -> None:
+    table = PageTable(32 * 512, torch.full((1, 1 << 10), 1 << 20, dtype=torch.int64))
+    got = table.slots(torch.tensor(0), torch.tensor([1048575], dtype=torch.int32))
+    assert got.tolist() == [(1 << 20) * 32 * 512 + 1048575 % (32 * 512)]
+    full = PageTable(32, torch.arange(32768)[None])
+    assert full.slots(torch.tensor(0), torch.tensor([1048575])).tolist() == [32767 * 32 + 31]
+
+
+def test_negative_is_nothing() -> None:
+    table = PageTable(2, torch.tensor([[3, -1]]))
+    assert table.slots(torch.tensor(0), torch.tensor([-1, 0, 1, 2, 3, 4])).tolist() == [-1, 6, 7, -1, -1, 6]
+
+
+@pytest.mark.parametrize("page", [1, 2, 8, 32])
+@pytest.mark.parametrize("history", [8, 128])
+@pytest.mark.parametrize("fresh", [1, 9, 512])
+def test_a_step_never_evicts_what_it_may_read(page: int, history: int, fresh: int) -> None:
+    """Whatever the alignment, all of [start - history, start + fresh) has a slot of its own."""
+    depth = PageFamily("x", None, page, history).depth(1 << 20, fresh)
+    table = PageTable(page, torch.arange(depth)[None])
+    spanned = []
+    for start in range(history, history + 3 * page + 3):
+        span = range(start - history, start + fresh)
+        slots = table.slots(torch.tensor(0), torch.tensor(list(span)))
+        assert len(set(slots.tolist())) == history + fresh
+        spanned.append(len({p // page for p in span}))
+    assert max(spanned) == depth, "the depth is the least that never holds two logical pages of a span in one"
+
+
+def test_families_follow_the_layers() -> None:
+    names = [family.name for family in page_families(128, (0, 4, 128))]
+    assert names == ["window", "csa_kv", "csa_index", "csa_state", "index_state", "hca_kv", "hca_state"]
+    assert [family.name for family in page_families(128, (0,))] == ["window"]
+    depths = {f.name: f.depth(1048576, 8) for f in page_families(128, (0, 4, 128))}
+    assert depths["csa_kv"] == depths["csa_index"] == depths["hca_kv"] == 8192
+    assert depths["csa_state"] == 9 and depths["hca_state"] == 18
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2), st.booleans()), max_size=6), st.integers(1, 3))
+def test_bands_hold_every_row_once_and_pinned_rows_at_home(shape: list[tuple[int, int, bool]], tp: int) -> None:
+    requests = [
+        RequestRows(slot, 10 * slot, list(range(count)), owner % tp, "verify" if pinned else "prefill")
+        for slot, (count, owner, pinned) in enumerate(shape)
+    ]
+    rows = place_rows(requests, tp)
+    total = sum(count for count, _, _ in shape)
+    pinned = [sum(len(r.tokens) for r in requests if r.kind == "verify" and r.owner == t) for t in range(tp)]
+    assert rows.local_t == band_length(requests, tp) == max([*pinned, -(-total // tp)])
+    assert sorted(rows.fresh_rows_N.tolist()) == rows.valid_G.nonzero().flatten().tolist()
+    for index, request in enumerate(requests):
+        first = int(rows.fresh_offset_R[index])
+        own = rows.fresh_rows_N[first : first + len(request.tokens)]
+        assert rows.position_G[own].tolist() == list(range(request.start, request.start + len(request.tokens)))
+        assert rows.token_G[own].tolist() == list(request.tokens)
+        if request.kind == "verify":
+            assert set((own // rows.local_t).tolist()) == {request.owner}
