@@ -11,7 +11,7 @@ from typing import Any
 
 from .flags import FlagParser, RunFlags, add_common, resolve
 from .output import people, show, two_columns, write_json
-from .worker import check_machine, device_count, read_place, run_main, shown_environment
+from .worker import check_machine, device_count, read_place, run_main, shown_environment, unranked_environment
 
 PACKAGES = ("meshspark", "torch", "torch-npu", "numpy", "safetensors", "tokenizers", "msgpack", "rich", "transformers")
 EXCHANGE_SECONDS = 120
@@ -151,9 +151,10 @@ def _row_independence(found: Findings) -> str:
 def _two_ranks(found: Findings) -> str:
     """Two ranks over gloo in processes of their own, told from their exit code."""
     command = [sys.executable, "-P", "-m", "meshspark.launch.exchange", "--ranks", "2", "--timeout", "30"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=EXCHANGE_SECONDS, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=EXCHANGE_SECONDS, env=unranked_environment()
+        )
     except subprocess.TimeoutExpired:
         found.broken.append(f"two ranks over gloo did not end within {EXCHANGE_SECONDS} s")
         return "hang"

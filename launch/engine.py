@@ -84,8 +84,8 @@ class Engine:
         request = Request(self._next_id, list(prompt_ids), params, -1, -1)
         if request.limit > self.max_context:
             raise ValueError(
-                f"prompt of {len(prompt_ids)} and max_new_tokens {params.max_new_tokens} are {request.limit} positions, "
-                f"allowed: max_context {self.max_context}"
+                f"prompt of {len(prompt_ids)} and max_new_tokens {params.max_new_tokens} are {request.limit} "
+                f"positions, allowed: max_context {self.max_context}"
             )
         self._next_id += 1
         self._waiting.append(request)

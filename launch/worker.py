@@ -23,13 +23,10 @@ RUN_ID = "meshspark-local-"
 
 STAGE_NOTE = "stage: "
 
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 SHOWN = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *RANK_VARIABLES,
     "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
     "ASCEND_RT_VISIBLE_DEVICES",
@@ -93,6 +90,11 @@ def _number(env: Mapping[str, str], name: str, least: int = 0) -> int:
 def shown_environment() -> dict[str, str]:
     """The variables of SHOWN that are set."""
     return {name: os.environ[name] for name in SHOWN if name in os.environ}
+
+
+def unranked_environment() -> dict[str, str]:
+    """The environment of a process that starts a job of its own, also below torchrun."""
+    return {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
 
 
 @contextmanager

@@ -1,11 +1,12 @@
 """The row-independence self-check: do this machine's products give a row the same bits in any company?
 
-design: every product that the model runs (row_linear at its widths and dtypes, tile products, softmax, reductions)
+Every product that the model runs (row_linear at its widths and dtypes, tile products, softmax, reductions)
 is run at small row counts and compared with slices of one larger call.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def _products(config: V4Config, modes: tuple[Numerics, ...]) -> Iterator[tuple[s
         for dtype, inputs, outputs in sorted(_linears(config, mode), key=str):
             weight = noise(outputs, inputs, dtype=dtype)
             name = f"linear {dtype} {inputs} -> {outputs}"
-            yield name, (lambda x, w=weight: row_linear(x, w), noise(LARGE_ROWS, inputs, dtype=dtype))
+            yield name, (partial(_linear, weight), noise(LARGE_ROWS, inputs, dtype=dtype))
         yield from _group_products(config, mode, noise)
     yield from _attention_products(config, noise)
     h = config.hc_mult
@@ -104,10 +105,18 @@ def _group_products(
 
         x_RGI = noise(LARGE_ROWS, G, inputs, dtype=mode.activation)
         name = f"group product {mode.activation} {inputs} -> {outputs}"
-        yield name, (lambda x, w=whole: tile_product(x.transpose(0, 1), w).transpose(0, 1), x_RGI)
+        yield name, (partial(_grouped, whole), x_RGI)
         # One group alone, as a rank that owns a single group runs it.
         x_GRI = x_RGI.transpose(0, 1)
         yield f"{name}, groups apart", (_GroupsApart(x_GRI, whole), torch.arange(G))
+
+
+def _linear(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return row_linear(x, weight)
+
+
+def _grouped(weights_GIO: torch.Tensor, x_RGI: torch.Tensor) -> torch.Tensor:
+    return tile_product(x_RGI.transpose(0, 1), weights_GIO).transpose(0, 1)
 
 
 @dataclass(frozen=True)

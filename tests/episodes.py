@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+
 from meshspark.layouts.rows import RequestRows
 from meshspark.models.checkpoint.share import shard_weights
 from meshspark.models.checkpoint.synthetic import random_weights

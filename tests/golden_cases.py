@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+
 from meshspark.models.checkpoint.synthetic import random_weights
 from meshspark.models.numerics import Numerics
 from meshspark.models.v4.config import V4Config, YarnScaling

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
 from meshspark.models.v4.config import V4Config
 
 Weights = dict[str, torch.Tensor]

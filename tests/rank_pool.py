@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 import msgpack
 import torch
+
 from meshspark.parallel.topology import Topology
 
 START_SECONDS = 90.0
@@ -267,6 +268,7 @@ def _base_groups(rank: int, world: int, timeout: float, source: BinaryIO, sink: 
     from datetime import timedelta
 
     import torch.distributed as dist
+
     from meshspark.parallel.groups import Groups
 
     if world == 1:

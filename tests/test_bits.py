@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from meshspark.layouts.bits import as_lanes, from_lanes, raw_view, same_bits
 
 SPECIALS = [0x7F800001, 0x7FC00001, 0xFFC07FC1, 0x7FC1FFC1, 0x80000000, 0x00000001, 0x7F80FFFF, 0xFFFFFFFF]

@@ -9,6 +9,9 @@ from pathlib import Path
 import checkpoint_faults as faults
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
 from meshspark.models.checkpoint import writer
 from meshspark.models.checkpoint.inventory import inventory, preset_inventory
 from meshspark.models.checkpoint.loader import load_on_all_ranks, load_weights
@@ -21,8 +24,6 @@ from meshspark.models.numerics import BFLOAT16, FLOAT32, FLOAT64, MODES
 from meshspark.models.v4.config import DSparkFields, flash, tiny, tiny_thirds
 from meshspark.models.v4.quant import encode
 from meshspark.parallel.topology import Topology
-from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 
 SEED = 11
 SMALL_BLOCKS = replace(tiny(), weight_block_size=(48, 24))

@@ -3,6 +3,7 @@
 import msgpack
 import pytest
 import torch
+
 from meshspark.comm import agreement, backend, collectives, oracle
 from meshspark.layouts.bits import raw_view, same_bits
 from meshspark.parallel.groups import Groups

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from meshspark.comm import oracle
 from meshspark.comm.context_gather import gather_context
 from meshspark.layouts.bits import same_bits

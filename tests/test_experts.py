@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from meshspark.comm import experts, oracle
 from meshspark.layouts.bits import same_bits
 from meshspark.parallel.groups import Groups

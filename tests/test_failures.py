@@ -9,11 +9,12 @@ import time
 
 import pytest
 import torch
+from rank_pool import RankFailure, RankPool
+
 from meshspark.comm import agreement, collectives
 from meshspark.parallel.errors import CollectiveTimeout, CommError, RankDied, TransportError, error_kind
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
-from rank_pool import RankFailure, RankPool
 
 
 @pytest.fixture

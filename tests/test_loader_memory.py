@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from meshspark.models.checkpoint.names import tensor_table
 from meshspark.models.checkpoint.share import held_dtype, share_bytes
 from meshspark.models.checkpoint.synthetic import synthesize

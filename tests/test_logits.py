@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from meshspark.comm import logits as lg
 from meshspark.comm import oracle
 from meshspark.layouts.bits import same_bits

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+
 from meshspark.launch import make_sample, sample_report, sample_train
 from meshspark.launch.sample_data import (
     LEADING_TOKENS,
@@ -29,7 +31,6 @@ from meshspark.models.checkpoint.writer import stored_bytes
 from meshspark.models.numerics import FLOAT32
 from meshspark.models.v4.config import V4Config, tiny
 from meshspark.parallel.topology import Topology
-from tokenizers import Tokenizer
 
 MAX_BYTES = 8_000_000
 STEPS = 8

@@ -5,11 +5,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import meshspark
 import pytest
 import torch
 from golden_cases import LENGTHS, golden_configs, golden_prompts, golden_weights
 from golden_transformers import golden_generate, golden_logits, golden_model
+from naive_v4 import Naive, naive_forward
+
+import meshspark
 from meshspark.layouts.rows import RequestRows
 from meshspark.models.checkpoint.loader import load_weights
 from meshspark.models.numerics import FLOAT32, FLOAT64
@@ -18,7 +20,6 @@ from meshspark.models.v4.config import V4Config
 from meshspark.models.v4.model import Model, Tap
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
-from naive_v4 import Naive, naive_forward
 
 NAMES = tuple(golden_configs())
 NEAR_TIE = 1e-5

@@ -1,6 +1,7 @@
 """The oracles against small grids worked out by hand."""
 
 import torch
+
 from meshspark.comm import oracle
 from meshspark.comm.oracle import Route
 

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from meshspark.parallel import ownership as own
 
 PARTS = st.integers(1, 9)

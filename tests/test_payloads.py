@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from meshspark.layouts.bits import raw_view, same_bits
 from meshspark.layouts.payloads import KINDS, Payload, Span, payload
 

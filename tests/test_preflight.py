@@ -1,12 +1,13 @@
 """Starting, comparing and closing: what ranks must agree on before data moves, and two lives in one process."""
 
 import pytest
+from rank_pool import RankPool
+
 from meshspark.comm import agreement
 from meshspark.parallel.errors import CollectiveMismatch, CommError
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.preflight import FACTS_LIMIT, mismatch_table, preflight
 from meshspark.parallel.topology import Topology
-from rank_pool import RankPool
 
 
 def _said(groups, facts):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from meshspark.models.v4.quant import FP4, QuantSpec, decode, decode_e8m0, encode, fake_quantise, fp8, is_exact
 
 SPECS = [fp8(), fp8((32, 32)), FP4]

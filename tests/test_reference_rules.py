@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from meshspark.comm.logits import return_best
 from meshspark.layouts.rows import RequestRows
 from meshspark.models.checkpoint.synthetic import random_weights

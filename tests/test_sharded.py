@@ -3,11 +3,12 @@
 import pytest
 import torch
 from episodes import make_model, ragged_traffic, run_traffic, single_model, twin_logits
+from rank_pool import RankPools, from_bytes, to_bytes
+
 from meshspark.layouts.bits import same_bits
 from meshspark.models.selfcheck import row_independence
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
-from rank_pool import RankPools, from_bytes, to_bytes
 
 TOPOLOGIES = [(2, 1, 2), (2, 2, 2), (4, 1, 4), (4, 2, 4), (4, 4, 4), (4, 2, 2)]
 SLOW = [(8, 4, 8), (6, 3, 6)]

@@ -6,6 +6,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from meshspark.parallel.topology import Coordinates, Topology, divisors
 
 HAND_WRITTEN = {

@@ -116,7 +116,9 @@ def play_pack(model: Model, episodes: list[Episode], dumps: list[dict[str, torch
         garbage = [(token + 1 + i) % vocab for i, token in enumerate(text[e.start + e.accepted : e.start + e.width])]
         first = RequestRows(slot, e.start, right + garbage, slot % tp, "verify", range(e.accepted))
         after = e.start + e.accepted
-        steps.append((first, RequestRows(slot, after, text[after : after + FOLLOW], slot % tp, "verify", range(FOLLOW))))
+        steps.append(
+            (first, RequestRows(slot, after, text[after : after + FOLLOW], slot % tp, "verify", range(FOLLOW)))
+        )
     rows = []
     for number in range(2):
         requests = [pair[number] for pair in steps]

@@ -282,7 +282,8 @@ def _yarn_of(scaling: Mapping[str, Any] | None) -> YarnScaling:
     kind = scaling.get("type", scaling.get("rope_type"))
     if kind != "yarn":
         raise ValueError(f"rope_scaling.type is {kind!r}, allowed: 'yarn' (or no rope_scaling)")
-    known = {f.name: type(f.default)(scaling[f.name]) for f in fields(YarnScaling) if f.name in scaling}
+    off = YarnScaling()
+    known = {f.name: _typed(f.name, getattr(off, f.name), scaling[f.name]) for f in fields(off) if f.name in scaling}
     return YarnScaling(**known)
 
 
