@@ -93,10 +93,16 @@ def _launch(module: str, argv: Sequence[str], ranks: int, folder: str) -> None:
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         logs_specs=DefaultLogsSpecs(log_dir=folder, redirects={0: Std.NONE, **quiet}),
     )
-    # The launcher's own log repeats, in many lines, what is said here in one.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _quieten()
     # -P: a file of the user's folder never stands in for a module.
     elastic_launch(config, sys.executable)("-P", "-m", module, *argv)
+
+
+def _quieten() -> None:
+    """The launcher's own log repeats, in many lines, what is said here in one. Each of its modules has a level."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _loopback() -> str | None:

@@ -279,7 +279,8 @@ def run_main(name: str, act: Callable[[Sequence[str] | None], int], argv: Sequen
             report(place, ValueError(f"{name}: {problem}"), usage=True)
         return USAGE
     except KeyboardInterrupt:
-        print("meshspark: interrupted", file=sys.stderr, flush=True)
+        if not _place_or_alone().spoken_for:
+            print("meshspark: interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone; Python's own flush at exit would complain again.

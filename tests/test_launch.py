@@ -85,8 +85,7 @@ def test_a_port_that_others_have_taken_does_not_matter():
 def test_an_exception_ends_all_ranks_with_one_message():
     done = _run("raise", "--ranks", "2", "--timeout", "100")
     assert done.returncode == 1
-    assert _messages(done.stderr) == ["meshspark: rank 1 failed in stage brew: ValueError: no more tea"]
-    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines() == ["meshspark: rank 1 failed in stage brew: ValueError: no more tea"]
 
 
 def test_ranks_that_disagree_say_so_once():
@@ -108,7 +107,9 @@ def test_a_killed_rank_is_named_and_the_others_end(tmp_path):
     assert all(_gone(pid) for pid in pids.values())
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_to_the_launcher_ends_all_ranks(tmp_path, number, code):
     with ExitStack() as stack:
         process = _loop(tmp_path, stack, sys.executable, "-m", "launch_jobs", "--ranks", "2")
@@ -116,7 +117,7 @@ def test_a_signal_to_the_launcher_ends_all_ranks(tmp_path, number, code):
         process.send_signal(number)
         _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, stderr
-    assert len(_messages(stderr)) == 1 and "Traceback" not in stderr
+    assert stderr.splitlines() == [f"meshspark: {number.name}: all 2 ranks ended"]
     assert all(_gone(pid) for pid in pids.values())
 
 

@@ -1,0 +1,169 @@
+"""generate on a synthetic checkpoint: one rank here, two ranks started, the same ids; stops, JSON, refusals."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from meshspark.launch import generate
+from meshspark.models.checkpoint.synthetic import synthesize
+from meshspark.models.v4.config import tiny
+
+PATIENCE = 200.0
+PROMPTS = ["--prompt", "def f(x):", "--prompt", "import os, sys", "--prompt", "\u20ac"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    synthesize(folder, tiny(), 1)
+    return folder
+
+
+@pytest.fixture
+def run(checkpoint, tmp_path, capsys):
+    """generate in this process: its JSON and what it printed."""
+
+    def call(*argv):
+        target = tmp_path / "out.json"
+        code = generate.main(["--checkpoint", str(checkpoint), *argv, "--json", str(target)])
+        shown = capsys.readouterr()
+        assert code == 0, shown.err
+        return json.loads(target.read_text()), shown.out
+
+    return call
+
+
+def test_two_ranks_write_what_one_writes(checkpoint, run):
+    more = [*PROMPTS, "--max-new-tokens", "6", "--numerics", "float64"]
+    alone, shown = run(*more)
+    command = [sys.executable, "-m", "meshspark.launch.generate", "--checkpoint", str(checkpoint), *more]
+    done = subprocess.run(
+        [*command, "--tp", "2", "--json"], capture_output=True, text=True, timeout=PATIENCE, encoding="utf-8"
+    )
+    assert done.returncode == 0, done.stderr
+    together = json.loads(done.stdout)
+    assert together["requests"] == alone["requests"]
+    assert together["topology"] == {"world": 2, "tp": 2, "ep": 2, "dp": 1}
+    assert alone["topology"] == {"world": 1, "tp": 1, "ep": 1, "dp": 1}
+    for number in (1, 2, 3):
+        assert f"--- prompt {number}: 6 tokens, length ---" in done.stderr
+        assert f"--- prompt {number}: 6 tokens, length ---" in shown
+    assert "rank 1 (ep_rank 1 of block 0)" in done.stderr
+
+
+def test_json_and_the_streamed_text(run):
+    result, shown = run("--prompt", "def f(x):", "--max-new-tokens", "5")
+    assert set(result) == {"schema", "requests", "topology", "metrics"} and result["schema"] == 1
+    (request,) = result["requests"]
+    assert set(request) == {"prompt_ids", "output_ids", "text", "finish_reason"}
+    assert request["prompt_ids"][0] == tiny().bos_token_id and len(request["prompt_ids"]) == 10
+    assert len(request["output_ids"]) == 5 and request["finish_reason"] == "length"
+    assert shown.startswith("def f(x):" + request["text"] + "\n")
+    metrics = result["metrics"]
+    assert metrics["prefill_tokens"] == 10 and metrics["decode_tokens"] == 4
+    assert metrics["prefill_tokens_per_s"] > 0 and metrics["decode_tokens_per_s"] > 0
+    assert metrics["stages"]["moe"] > 0
+
+
+def test_a_prompt_does_not_depend_on_its_company(run):
+    sampling = ["--max-new-tokens", "5", "--temperature", "0.9", "--top-p", "0.9", "--seed", "5"]
+    together, _ = run(*PROMPTS, *sampling)
+    alone, _ = run(*PROMPTS[2:4], *sampling)
+    assert alone["requests"] == together["requests"][1:2]
+    again, _ = run(*PROMPTS[2:4], *sampling[:-1], "6")
+    assert again["requests"] != alone["requests"]
+
+
+def test_text_ends_before_a_stop(run):
+    whole, _ = run("--prompt", "abc", "--max-new-tokens", "12", "--seed", "3", "--temperature", "1")
+    text = whole["requests"][0]["text"]
+    stop = text[4:6]
+    cut, shown = run(
+        "--prompt",
+        "abc",
+        "--max-new-tokens",
+        "12",
+        "--seed",
+        "3",
+        "--temperature",
+        "1",
+        "--stop",
+        "never",
+        "--stop",
+        stop,
+    )
+    request = cut["requests"][0]
+    assert request["text"] == text[: text.find(stop)] and request["finish_reason"] == "stop"
+    assert request["output_ids"] == whole["requests"][0]["output_ids"][: len(request["output_ids"])]
+    assert shown.startswith("abc" + request["text"] + "\n")
+
+
+def test_eos_ends_and_is_not_printed(run, monkeypatch):
+    free, _ = run("--prompt", "abc", "--max-new-tokens", "4")
+    ids = free["requests"][0]["output_ids"]
+    read = generate.read_config
+    third = ids[2]
+    assert ids.index(third) == 2
+
+    def with_eos(folder):
+        config = read(folder)
+        object.__setattr__(config, "eos_token_id", third)
+        return config
+
+    monkeypatch.setattr(generate, "read_config", with_eos)
+    ended, _ = run("--prompt", "abc", "--max-new-tokens", "4")
+    assert ended["requests"][0]["output_ids"] == ids[:2]
+    assert ended["requests"][0]["finish_reason"] == "eos"
+
+
+def test_chat_and_prompt_files(run, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("a\nb", encoding="utf-8")
+    plain, _ = run("--prompt-file", str(path), "--max-new-tokens", "1")
+    assert len(plain["requests"][0]["prompt_ids"]) == 4
+    chat, _ = run("--prompt-file", str(path), "--max-new-tokens", "1", "--chat")
+    thinking, _ = run("--prompt-file", str(path), "--max-new-tokens", "1", "--chat", "thinking")
+    first, second = (r["requests"][0]["prompt_ids"] for r in (chat, thinking))
+    assert len(first) == 7 and first[:-1] == second[:-1] and first[-1] != second[-1]
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "there is no prompt; give --prompt"),
+        (["--prompt", "x", "--ep", "5"], "n_routed_experts % ep must be 0"),
+        (["--prompt", "x", "--tp", "3"], "o_groups % tp must be 0, but o_groups is"),
+        (["--prompt", "x", "--ranks", "4", "--tp", "3"], "world % tp must be 0"),
+        (["--prompt", "x", "--numerics", "w8a8"], "not implemented yet"),
+        (["--prompt", "x", "--stop", ""], "--stop is empty"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0, allowed"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens is 0, allowed"),
+        (["--prompt", "x", "--max-new-tokens", "99999999"], "positions, allowed"),
+        (["--prompt-file", "/nowhere/x"], "--prompt-file /nowhere/x"),
+        (["--prompt", "x", "--device", "cuda:0,0"], "--device cuda:0,0 gives id 0"),
+    ],
+)
+def test_refusals_come_before_any_rank_starts(checkpoint, argv, message, capsys, monkeypatch):
+    monkeypatch.setattr(generate, "run_job", lambda *_: pytest.fail("ranks were started"))
+    assert generate.main(["--checkpoint", str(checkpoint), *argv]) == 2
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1
+
+
+def test_a_missing_checkpoint_is_named(tmp_path, capsys, monkeypatch):
+    assert generate.main(["--checkpoint", str(tmp_path / "none"), "--prompt", "x"]) == 2
+    assert f"there is no checkpoint: {tmp_path / 'none'}" in capsys.readouterr().err
+    monkeypatch.setattr(generate, "SAMPLE", tmp_path)
+    assert generate.main(["--prompt", "x"]) == 2
+    assert "the bundled sample is not there" in capsys.readouterr().err
+
+
+def test_a_faulty_checkpoint_is_one_message(checkpoint, tmp_path, capsys):
+    for path in checkpoint.iterdir():
+        data = path.read_bytes()
+        (tmp_path / path.name).write_bytes(data[:-64] if path.suffix == ".safetensors" else data)
+    assert generate.main(["--checkpoint", str(tmp_path), "--prompt", "x"]) == 1
+    err = capsys.readouterr().err
+    assert "rank 0 failed in stage load" in err and "safetensors" in err and len(err.splitlines()) == 1
