@@ -12,6 +12,7 @@ import torch
 from ..models.checkpoint.loader import load_on_all_ranks
 from ..models.checkpoint.verify import read_config
 from ..models.numerics import numerics
+from ..models.selfcheck import holds_everywhere
 from ..models.v4.config import V4Config
 from ..models.v4.model import Model
 from ..parallel.groups import Groups
@@ -138,6 +139,7 @@ def generate(groups: Groups, task: Task, flags: RunFlags) -> None:
     """One rank's part: load, run the engine, and on world rank 0 print."""
     with named_stage("load"):
         model = load_model(groups, task.directory, flags)
+        independent = holds_everywhere(groups, model.config, model.numerics)
     model.clock.enabled = True
     with named_stage("step", lambda: model.clock.current):
         engine = Engine(model, slots_per_rank=task.slots_per_rank(groups.topology.world), max_context=task.max_context)
@@ -146,7 +148,7 @@ def generate(groups: Groups, task: Task, flags: RunFlags) -> None:
             return
         writings = write(engine, task, flags)
         engine.close()
-    metrics, topology = engine.metrics(), groups.topology
+    metrics, topology = {**engine.metrics(), "row_independence": independent}, groups.topology
     write_json(flags.json, result_json(writings, topology, metrics))
     result_tables(people(flags.json), writings, topology, metrics)
 

@@ -87,6 +87,7 @@ def rates(writings: Sequence[Writing], metrics: Mapping[str, Any]) -> dict[str, 
         "prefill_seconds": metrics["prefill_seconds"],
         "decode_seconds": metrics["decode_seconds"],
         "steps": metrics["steps"],
+        "row_independence": metrics["row_independence"],
         "stages": dict(metrics["stages"]),
     }
 
@@ -115,6 +116,7 @@ def result_tables(stream: TextIO, writings: Sequence[Writing], topology: Topolog
         {
             "prefill": f"{figures['prefill_tokens_per_s']:.1f} tokens/s ({figures['prefill_tokens']} tokens)",
             "decode": f"{figures['decode_tokens_per_s']:.1f} tokens/s ({figures['decode_tokens']} tokens)",
+            "same bits in any batch and topology": "yes" if figures["row_independence"] else "not promised here",
             "finished": ", ".join(str(w.finish_reason) for w in writings),
         },
     )

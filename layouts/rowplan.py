@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from .lanes import FreshSpan, Lanes, make_lanes
+from .move import to_device
 from .pages import PageFamily, Tables
 from .rows import GroupRows, RequestRows, place_rows
 from .tiles import ENTRY_FAMILIES, TileSet, entry_offsets, make_tiles
@@ -77,6 +78,13 @@ class RowPlan:
     @property
     def local_t(self) -> int:
         return self.rows.local_t
+
+    def to(self, device: torch.device) -> "RowPlan":
+        """This plan with its tensors on `device`; itself if they are there."""
+        if self.rows.token_G.device == device:
+            return self
+        moved: RowPlan = to_device(self, device)
+        return moved
 
     def local(self, field_G: torch.Tensor) -> torch.Tensor:
         """This rank's band of a group field."""

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshspark.layouts.pages import PageFamily, PageTable, page_families
+from meshspark.layouts.rowplan import Geometry, plan_rows
 from meshspark.layouts.rows import RequestRows, band_length, place_rows
 
 
@@ -78,3 +79,24 @@ def test_bands_hold_every_row_once_and_pinned_rows_at_home(shape: list[tuple[int
         assert rows.token_G[own].tolist() == list(request.tokens)
         if request.kind == "verify":
             assert set((own // rows.local_t).tolist()) == {request.owner}
+
+
+def test_a_plan_moves_whole() -> None:
+    """No index tensor of a plan stays behind when it goes to a device."""
+    geometry = Geometry(16, (0, 4, 128), 8)
+    plan = plan_rows([RequestRows(0, 0, list(range(200)), asked=(199,))], geometry)
+    meta = torch.device("meta")
+    moved = plan.to(meta)
+    assert plan.to(torch.device("cpu")) is plan
+
+    def tensors(tree: object) -> list[torch.Tensor]:
+        if isinstance(tree, torch.Tensor):
+            return [tree]
+        if isinstance(tree, dict):
+            return [t for part in tree.values() for t in tensors(part)]
+        if isinstance(tree, tuple):
+            return [t for part in tree for t in tensors(part)]
+        return tensors(vars(tree)) if hasattr(tree, "__dict__") and not isinstance(tree, type) else []
+
+    assert len(tensors(moved)) == len(tensors(plan)) > 30
+    assert all(tensor.device == meta for tensor in tensors(moved))

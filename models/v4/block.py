@@ -16,7 +16,7 @@ from ..functions import rms_norm
 from ..numerics import Numerics
 from ..stages import StageClock
 from .attention import IndexInputs, KeySource, attend
-from .caches import Caches
+from .caches import Caches, Tables
 from .compressor import CompressorWeights, pool_entries, project, state_rows
 from .config import V4Config
 from .hyper import HyperWeights, hc_post, hc_pre
@@ -36,6 +36,7 @@ class StepContext:
     groups: Groups
     plan: RowPlan
     caches: Caches | None
+    tables: Tables | None
     payloads: Mapping[str, Payload]
     rotation: Mapping[int, Rotation]
     entry_rotation: Mapping[int, Rotation]
@@ -80,8 +81,7 @@ class AttentionLayer:
                 index = IndexInputs(q_TID, head_TI, keys, config.index_topk)
         with step.clock("attend"):
             window = KeySource("window", written["window"], step.pool("window", self.layer))
-            tables = None if step.caches is None else step.caches.tables
-            o_TAD = attend(q_TAD, window, entries, index, self.sink, step.plan.tiles[self.ratio], tables)
+            o_TAD = attend(q_TAD, window, entries, index, self.sink, step.plan.tiles[self.ratio], step.tables)
             o_TAD = rotate(o_TAD, *(r[:, None] for r in rotation), inverse=True)
         self._write(written, step)
         with step.clock("publish"):

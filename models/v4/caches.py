@@ -44,7 +44,8 @@ class Caches:
     """One rank's replica of its group's caches.
 
     A slot of position p is table[(p // page) mod depth] * page + p % page; entries that no page backs are -1.
-    The caches belong to one topology and refuse another.
+    The pools are on the device, the tables on the host, where plans are made. The caches belong to one topology
+    and refuse another.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Caches:
             pages = (shape.pages or {}).get(family.name, shape.request_slots * depth)
             self._free[family.name] = list(range(pages - 1, -1, -1))
             self.tables[family.name] = PageTable(
-                family.page, torch.full((shape.request_slots, depth), -1, dtype=torch.int64, device=device)
+                family.page, torch.full((shape.request_slots, depth), -1, dtype=torch.int64)
             )
             self.pools[family.name] = torch.zeros(
                 len(self.layers_of(family)),
@@ -89,6 +90,11 @@ class Caches:
     def pool(self, family: str, place: int) -> torch.Tensor:
         """Rows [S, C] of the place-th layer that has the family."""
         return self.pools[family][place]
+
+    def lookup(self, device: torch.device) -> dict[str, PageTable]:
+        """The tables that a layer reads at run time (entries that rows select), on `device`."""
+        chosen = {name: table for name, table in self.tables.items() if name == "csa_kv"}
+        return {name: PageTable(table.page, table.table.to(device)) for name, table in chosen.items()}
 
     def pages_needed(self, limit: int) -> dict[str, int]:
         """Pages of each family that a request of up to `limit` positions maps."""

@@ -137,6 +137,7 @@ class Model:
         """
         if caches is not None and caches.topology != self.groups.topology:
             caches.topology.require_same(self.groups.topology, "caches")
+        plan = plan.to(self.embed.device)
         step = self._step(plan, caches, gather_weights)
         with self.clock("embed"):
             x_TH = self.embed[step.token_T].to(self.numerics.stream)
@@ -167,6 +168,7 @@ class Model:
             groups=self.groups,
             plan=plan,
             caches=caches,
+            tables=None if caches is None else caches.lookup(self.embed.device),
             payloads=self._payloads,
             rotation={kind: angles(position_T, self._frequencies[4 * kind], wide) for kind in (0, 1)},
             entry_rotation={
