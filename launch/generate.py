@@ -18,6 +18,7 @@ from ..models.v4.model import Model
 from ..parallel.groups import Groups
 from .chat import FORMS, Message, encode_chat
 from .engine import Engine
+from .exchange import try_exchanges
 from .flags import FlagParser, RunFlags, add_common, resolve
 from .output import people, write_json
 from .requests import SamplingParams
@@ -137,6 +138,8 @@ def _read_prompt(path: Path) -> str:
 
 def generate(groups: Groups, task: Task, flags: RunFlags) -> None:
     """One rank's part: load, run the engine, and on world rank 0 print."""
+    if groups.topology.world > 1:
+        try_exchanges(groups)
     with named_stage("load"):
         model = load_model(groups, task.directory, flags)
         independent = holds_everywhere(groups, model.config, model.numerics)

@@ -86,7 +86,8 @@ def grouped_linear(x_RI: torch.Tensor, weights_XOI: torch.Tensor, counts: Sequen
     """Rows sorted by expert, each segment through its expert's matrix on its own -> [R, O]."""
     segments = x_RI.split(list(counts))
     outputs = [row_linear(segment, weights_XOI[e]) for e, segment in enumerate(segments) if len(segment)]
-    return torch.cat(outputs) if outputs else x_RI.new_zeros(0, weights_XOI.shape[1])
+    # Without rows an empty product keeps the graph whole: backward runs the exchange on every rank.
+    return torch.cat(outputs) if outputs else row_linear(x_RI, weights_XOI[0])
 
 
 def routed_experts(
