@@ -84,8 +84,9 @@ def _launch(module: str, argv: Sequence[str], ranks: int, folder: str) -> None:
         nproc_per_node=ranks,
         run_id=f"{RUN_ID}{uuid.uuid4().hex}",
         rdzv_backend="c10d",
-        # Port 0: the system chooses a free one, and the ranks meet in this very store.
-        rdzv_endpoint="127.0.0.1:0",
+        # A file in a folder of the user's alone: torch's network store would listen on every interface.
+        rdzv_endpoint=str(Path(folder) / "launcher"),
+        rdzv_configs={"store_type": "file"},
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=MONITOR_SECONDS,

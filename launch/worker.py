@@ -102,6 +102,8 @@ def environment_for_ranks(ranks: int, loopback: str | None) -> Iterator[None]:
     """What local ranks shall inherit, while the body runs; variables that the user has set stay."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // ranks))}
+    # Off, torch's launcher opens no network store of its own; ranks started here meet in a file.
+    defaults["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if loopback is not None:
         defaults["GLOO_SOCKET_IFNAME"] = loopback
     before = dict(os.environ)
@@ -202,8 +204,24 @@ def _start(place: Place, flags: RunFlags, facts: Mapping[str, str | int | float]
 
         getattr(torch, flags.device.kind).set_device(device)
     return Groups.start(
-        flags.topology, rank=place.rank, backend=flags.backend, device=device, timeout=flags.timeout, facts=facts
+        flags.topology,
+        rank=place.rank,
+        backend=flags.backend,
+        device=device,
+        timeout=flags.timeout,
+        facts=facts,
+        store=_private_store(place),
     )
+
+
+def _private_store(place: Place) -> Any:
+    """Where the ranks of our own launcher meet: a file beside their error files, private to the user; else None."""
+    if not (place.spoken_for and place.error_file):
+        return None
+    import torch.distributed as dist
+
+    folder = Path(place.error_file).parents[3]
+    return dist.FileStore(str(folder / "ranks"), place.world)
 
 
 def report(place: Place, problem: BaseException, *, usage: bool = False) -> None:
