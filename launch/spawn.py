@@ -64,7 +64,7 @@ def run_local(module: str, argv: Sequence[str], ranks: int) -> int:
                 _launch(module, argv, ranks, folder)
         except ChildFailedError as failure:
             codes = {rank: f.exitcode for rank, f in failure.failures.items()}
-            text, code = _explain(codes, Path(folder))
+            text, code = _explain(codes, Path(folder), ranks)
             print(f"meshspark: {text}", file=sys.stderr, flush=True)
             return code
         except SignalException as caught:
@@ -123,23 +123,35 @@ def _signals_restored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _explain(codes: Mapping[int, int], folder: Path) -> tuple[str, int]:
+def _explain(codes: Mapping[int, int], folder: Path, ranks: int = 0) -> tuple[str, int]:
     """(message, exit code) of a failed job: the root cause, not what followed from it.
 
-    A killed rank comes first, then the earliest error of a rank's own, then the earliest word of another's death.
-    The launcher itself ends the rest with SIGTERM, which is no cause.
+    codes: exit codes by rank, in the order in which the launcher saw the ends. A killed rank comes first, then the
+    earliest error of a rank's own, then a rank that left without a word, then the earliest word of another's death.
+    The launcher itself ends the rest with SIGTERM, which is a cause only where nothing else is.
     """
     reports = _reports(folder)
-    killed = [rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM and rank not in reports]
-    if killed:
-        rank = min(killed)
-        return f"rank {rank} was killed by {signal.Signals(-codes[rank]).name}{_heard(reports, rank)}", FAILED
     own = {rank: extra for rank, extra in reports.items() if not extra["secondary"]}
-    silent = [rank for rank, code in codes.items() if code > 0 and rank not in reports]
+    waited = bool(reports) and min(reports.values(), key=lambda e: e["time"])["timed_out"]
+    mute = {rank: code for rank, code in codes.items() if rank not in reports}
+    killed = [rank for rank, code in mute.items() if code < 0 and code != -signal.SIGTERM]
+    if killed and not (own and waited):
+        rank = min(killed)
+        if waited:
+            # Peers saw a time-out and no closed connection: this rank still lived until the launcher ended it.
+            return f"rank {rank} did not answer{_heard(reports, rank)}", FAILED
+        return f"rank {rank} was killed by {signal.Signals(-codes[rank]).name}{_heard(reports, rank)}", FAILED
+    silent = [rank for rank, code in mute.items() if code > 0]
     if not own and silent:
         rank = min(silent)
         return f"rank {rank} ended with exit code {codes[rank]}{_heard(reports, rank)}{_said(folder, rank)}", FAILED
-    if own or reports:
+    early = [rank for rank in range(ranks) if rank not in codes]
+    if not own and early:
+        return f"rank {early[0]} ended before the others, with exit code 0{_heard(reports, early[0])}", FAILED
+    ended = [rank for rank, code in mute.items() if code == -signal.SIGTERM]
+    if not own and not waited and ended:
+        return f"rank {ended[0]} was killed by SIGTERM{_heard(reports, ended[0])}", FAILED
+    if reports:
         rank, extra = min((own or reports).items(), key=lambda item: item[1]["time"])
         text = extra["text"] if extra["expected"] else f"{extra['text']}\n{extra['stack'].rstrip()}"
         # A rank that the launcher had to end may have reported before.
@@ -176,6 +188,7 @@ def _reports(folder: Path) -> dict[int, dict[str, Any]]:
                 "time": float(extra["time"]),
                 "secondary": bool(extra["secondary"]),
                 "expected": bool(extra["expected"]),
+                "timed_out": "CollectiveTimeout" in str(message["message"]),
             }
         except (OSError, ValueError, KeyError, TypeError):
             continue

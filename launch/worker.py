@@ -185,6 +185,11 @@ def run_rank(
             groups = _start(place, flags, {**flags.facts(), **(facts or {})})
         with named_stage("run"):
             job(groups)
+    except SystemExit:
+        # Not closed, the groups' threads would abort this process on its way out.
+        if groups is not None:
+            groups.close()
+        raise
     except Exception as problem:
         report(place, problem)
         if groups is not None:

@@ -167,3 +167,16 @@ def test_a_faulty_checkpoint_is_one_message(checkpoint, tmp_path, capsys):
     assert generate.main(["--checkpoint", str(tmp_path), "--prompt", "x"]) == 1
     err = capsys.readouterr().err
     assert "rank 0 failed in stage load" in err and "safetensors" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [("--ranks", "1"), ("--tp", "2"), ("--tp", "2", "--ep", "4"), ("--tp", "4")])
+def test_fresh_processes_write_the_same_text(checkpoint, run, sizes):
+    """Three starts of one command give one result, and every topology gives the one of a single rank."""
+    words = [*PROMPTS, "--max-new-tokens", "16", "--temperature", "0.8", "--seed", "3"]
+    alone, _ = run(*words)
+    command = [sys.executable, "-m", "meshspark.launch.generate", "--checkpoint", str(checkpoint), *words, *sizes]
+    for _ in range(3):
+        done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=PATIENCE, encoding="utf-8")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["requests"] == alone["requests"]

@@ -13,7 +13,7 @@ import pytest
 
 from meshspark.launch import exchange, spawn, worker
 from meshspark.launch.flags import DeviceChoice, RunFlags
-from meshspark.parallel.errors import CollectiveMismatch, RankDied, TransportError
+from meshspark.parallel.errors import CollectiveMismatch, CollectiveTimeout, RankDied, TransportError
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
@@ -261,6 +261,16 @@ def test_the_root_cause_is_told_and_not_what_followed(tmp_path):
     assert spawn._explain({0: 1, 1: -15}, tmp_path) == ("rank 1: own", 1)
     _report(tmp_path, 2, CollectiveMismatch("first"), 0.5)
     assert "first" in spawn._explain({0: 1}, tmp_path)[0]
+
+
+def test_a_rank_that_left_or_was_terminated_or_was_stopped_is_named(tmp_path):
+    died, slow = tmp_path / "died", tmp_path / "slow"
+    _report(died, 0, RankDied("closed"), 1.0)
+    assert spawn._explain({0: 1, 1: -15, 3: -15}, died, 4)[0].startswith("rank 2 ended before the others")
+    assert spawn._explain({2: -15, 0: 1, 1: -15, 3: -15}, died, 4)[0].startswith("rank 2 was killed by SIGTERM; then")
+    _report(slow, 0, CollectiveTimeout("CollectiveTimeout"), 1.0)
+    assert spawn._explain({0: 1, 1: -9}, slow, 2)[0].startswith("rank 1 did not answer; then rank 0")
+    assert spawn._explain({0: 1, 1: -15}, slow, 2)[0].startswith("rank 0: ")
 
 
 def test_an_exchange_that_returns_zeros_is_found(monkeypatch):
