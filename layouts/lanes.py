@@ -64,7 +64,7 @@ def make_lanes(
     """
     fresh_NL = needed_NL & (index_NL >= span.first_N[:, None])
     resident_NL = needed_NL & ~fresh_NL
-    lane_NL = torch.arange(index_NL.numel()).view(index_NL.shape)
+    lane_NL = torch.arange(index_NL.numel(), device=index_NL.device).view(index_NL.shape)
     source = (span.offset_N - span.first_N)[:, None] + index_NL
     fresh_source = source[fresh_NL]
     return Lanes(

@@ -4,12 +4,18 @@ import random
 
 import pytest
 import torch
-from episodes import make_model, single_model
+from episodes import full_weights, make_model, single_model
 from rank_pool import RankPools
 
 from meshspark.launch.engine import Engine
 from meshspark.launch.requests import SamplingParams
+from meshspark.layouts.rows import RequestRows
+from meshspark.models.checkpoint.share import shard_weights
+from meshspark.models.numerics import numerics
 from meshspark.models.sampling import greedy, sample
+from meshspark.models.v4.caches import Caches, CacheShape
+from meshspark.models.v4.config import PRESETS
+from meshspark.models.v4.model import Model
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
@@ -159,3 +165,16 @@ def test_sampling_follows_the_distribution() -> None:
 def test_greedy_ties_go_to_the_lowest_id_and_nan_to_none() -> None:
     rows = torch.tensor([[1.0, 3.0, 3.0], [-2.0, -2.0, -2.0], [0.0, float("nan"), 9.0], [float("inf"), 0, 0]])
     assert greedy(rows).tolist() == [1, 0, -1, -1]
+
+
+def test_what_was_built_for_one_topology_refuses_another() -> None:
+    """A shard names both topologies; caches too."""
+    config = PRESETS["tiny"]()
+    shard = shard_weights(full_weights("tiny", MODE), Topology(2, 1, 2), 1, config)
+    with pytest.raises(ValueError, match=r"world=1.*world=2|world=2.*world=1|world 1.*world 2|world 2.*world 1"):
+        Model(config, shard, Groups.single(), numerics(MODE))
+    model = single_model("tiny", MODE)
+    foreign = Caches(config, CacheShape(1, 64, 8), numerics(MODE), Topology(2, 2, 2))
+    foreign.admit(0, 64)
+    with pytest.raises(ValueError, match="caches"):
+        model.forward(model.plan([RequestRows(0, 0, [5], asked=(0,))], foreign), foreign)

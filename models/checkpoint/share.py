@@ -39,7 +39,7 @@ class RankWeights(dict[str, torch.Tensor]):
         """ValueError naming both if these weights were made for another topology or rank."""
         topology.require_same(self.topology, "the loaded share")
         if rank != self.rank:
-            raise ValueError(f"the loaded share was built for rank {self.rank}, but are used on rank {rank}")
+            raise ValueError(f"the loaded share was built for rank {self.rank}, but is used on rank {rank}")
 
 
 def check_topology(config: V4Config, topology: Topology) -> None:

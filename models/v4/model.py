@@ -15,6 +15,7 @@ from ...layouts.rowplan import Geometry, RowPlan, plan_rows
 from ...layouts.rows import RequestRows
 from ...parallel.groups import Groups
 from ...parallel.ownership import vocab_slice
+from ..checkpoint.share import RankWeights
 from ..functions import rms_norm, row_linear
 from ..numerics import Numerics
 from ..stages import StageClock
@@ -71,6 +72,8 @@ class Model:
     ) -> None:
         """weights: this rank's tensors by official name, as models.checkpoint.loader gives them; kept, not copied."""
         groups.topology.check_model(config.o_groups, config.vocab_size, config.n_routed_experts)
+        if isinstance(weights, RankWeights):
+            weights.require(groups.topology, groups.rank)
         self.config, self.groups, self.numerics = config, groups, numerics
         self.clock = StageClock()
         self.embed, self.head, self.norm = weights["embed.weight"], weights["head.weight"], weights["norm.weight"]
