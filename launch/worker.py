@@ -195,9 +195,23 @@ def run_rank(
         if groups is not None:
             with suppress(Exception):
                 groups.close()
-        return FAILED
+        return _leave(place, FAILED)
     groups.close()
-    return OK
+    return _leave(place, OK)
+
+
+def _leave(place: Place, code: int) -> int:
+    """The exit code; a process that is one rank of several ends here instead.
+
+    Its groups are closed and its output is flushed: nothing is left to do, and the backends' threads may abort an
+    interpreter that takes itself apart around them.
+    """
+    if place.world > 1:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    return code
 
 
 def _start(place: Place, flags: RunFlags, facts: Mapping[str, str | int | float]) -> Any:
