@@ -185,8 +185,8 @@ def run_rank(
             groups = _start(place, flags, {**flags.facts(), **(facts or {})})
         with named_stage("run"):
             job(groups)
-    except SystemExit:
-        # Not closed, the groups' threads would abort this process on its way out.
+    except (SystemExit, BrokenPipeError):
+        # Not closed, the groups' threads would abort this process on its way out. A reader that has gone is no fault.
         if groups is not None:
             groups.close()
         raise
