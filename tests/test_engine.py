@@ -15,7 +15,7 @@ from meshspark.models.numerics import numerics
 from meshspark.models.sampling import greedy, sample
 from meshspark.models.v4.caches import Caches, CacheShape
 from meshspark.models.v4.config import PRESETS
-from meshspark.models.v4.model import Model
+from meshspark.models.v4.model import Model, Tap
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
@@ -178,3 +178,11 @@ def test_what_was_built_for_one_topology_refuses_another() -> None:
     foreign.admit(0, 64)
     with pytest.raises(ValueError, match="caches"):
         model.forward(model.plan([RequestRows(0, 0, [5], asked=(0,))], foreign), foreign)
+
+
+def test_a_tap_that_does_not_exist_is_refused() -> None:
+    model = single_model("tiny", MODE)
+    with pytest.raises(ValueError, match="tap layer is 99"):
+        model.forward(model.plan_sequences([[5]]), taps=(Tap(99),))
+    with pytest.raises(ValueError, match="tap point"):
+        Tap(0, "nonsense")  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from .moe import make_moe
 from .projections import ProjectionWeights
 from .rope import angles, frequencies
 
+TAP_POINTS = ("mean_out", "mean_in", "streams")
 PAYLOAD_KINDS = ("kv", "hca", "csa_main", "csa_aux")
 
 
@@ -42,6 +43,10 @@ class Tap:
 
     layer: int
     point: Literal["mean_out", "mean_in", "streams"] = "mean_out"
+
+    def __post_init__(self) -> None:
+        if self.point not in TAP_POINTS:
+            raise ValueError(f"tap point is {self.point!r}, allowed: {TAP_POINTS}")
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,9 @@ class Model:
         """
         if caches is not None and caches.topology != self.groups.topology:
             caches.topology.require_same(self.groups.topology, "caches")
+        for tap in taps:
+            if not 0 <= tap.layer < len(self.blocks):
+                raise ValueError(f"tap layer is {tap.layer}, allowed: 0 to {len(self.blocks) - 1}")
         plan = plan.to(self.embed.device)
         step = self._step(plan, caches, gather_weights)
         with self.clock("embed"):
