@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from ..launch.engine import Engine
+from ..launch.generate import SAMPLE
 from ..launch.requests import SamplingParams
 from ..models.checkpoint.loader import load_weights
 from ..models.numerics import FLOAT32
@@ -22,8 +23,6 @@ from ..models.v4.model import Model
 from ..parallel.groups import Groups
 from ..parallel.topology import Topology
 from .peer import peer_model
-
-SAMPLE = Path(__file__).resolve().parent.parent / "models" / "sample"
 
 
 @dataclass(frozen=True)

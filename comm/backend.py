@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..parallel.groups import Group
-
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+from ..parallel.topology import BACKENDS
 
 # What all backends carry. Raw 16-bit data travels as bfloat16 or bytes, never as int16, which gloo and NCCL lack.
 WIRE_DTYPES = (

@@ -9,9 +9,17 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from .flags import FlagParser, RunFlags, add_common, resolve
+from .flags import FlagParser, RunFlags, add_common
 from .output import people, show, two_columns, write_json
-from .worker import check_machine, device_count, read_place, run_main, shown_environment, unranked_environment
+from .worker import (
+    check_machine,
+    device_count,
+    read_place,
+    resolve_here,
+    run_main,
+    shown_environment,
+    unranked_environment,
+)
 
 PACKAGES = ("meshspark", "torch", "torch-npu", "numpy", "safetensors", "tokenizers", "msgpack", "rich", "transformers")
 EXCHANGE_SECONDS = 120
@@ -47,7 +55,7 @@ def _act(argv: Sequence[str] | None) -> int:
     place = read_place()
     if place is not None and place.rank > 0:
         return 0
-    flags = resolve(args, *((place.world, place.local_world) if place else (None, None)))
+    flags = resolve_here(args)
     found = examine(flags)
     write_json(flags.json, found.to_json())
     out = people(flags.json)

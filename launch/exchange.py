@@ -9,9 +9,9 @@ from ..comm.collectives import all_gather_rows, broadcast_bytes, exchange_counts
 from ..layouts.bits import same_bits
 from ..parallel.errors import TransportError
 from ..parallel.groups import Groups
-from .flags import FlagParser, add_common, resolve
+from .flags import FlagParser, add_common
 from .spawn import run_job
-from .worker import read_place, run_main
+from .worker import resolve_here, run_main
 
 MODULE = "meshspark.launch.exchange"
 ROWS, COLUMNS = 3, 8
@@ -73,8 +73,7 @@ def _act(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = FlagParser(prog="python -m meshspark.launch.exchange", description=__doc__, allow_abbrev=False)
     add_common(parser)
-    place = read_place()
-    flags = resolve(parser.parse_args(arguments), *((place.world, place.local_world) if place else (None, None)))
+    flags = resolve_here(parser.parse_args(arguments))
     return run_job(MODULE, arguments, flags, try_exchanges)
 
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from ..parallel.topology import Topology
+from ..parallel.topology import BACKENDS, Topology
 
-BACKEND_OF = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 NUMERICS = ("float64", "float32", "bfloat16")
 LATER_NUMERICS = ("w8a8",)
 STANDARD_OUTPUT = "-"
@@ -81,7 +80,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ranks", type=int, help="ranks to start here; not under torchrun (default: --ep, --tp or 1)")
     group.add_argument("--tp", type=int, help="ranks of a tensor and context group (default: 1)")
     group.add_argument("--ep", type=int, help="ranks of an expert group (default: all)")
-    group.add_argument("--backend", choices=sorted(BACKEND_OF.values()), help="default: the device's own")
+    group.add_argument("--backend", choices=sorted(BACKENDS.values()), help="default: the device's own")
     group.add_argument("--device", default="cpu", help="cpu, cuda or npu, with ids if wanted: cuda:0,1")
     group.add_argument(
         "--timeout", type=float, default=60.0, help="seconds that a rank waits for another (default: 60)"
@@ -113,7 +112,7 @@ def resolve(args: argparse.Namespace, world_size: int | None = None, local_ranks
         raise ValueError(f"--timeout is {args.timeout}, allowed: seconds above 0")
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed is {args.seed}, allowed: 0 to 2**63 - 1")
-    own = BACKEND_OF[device.kind]
+    own = BACKENDS[device.kind]
     if args.backend not in (None, own):
         raise ValueError(f"--backend is {args.backend}, but --device {device} moves its rows with {own}")
     return RunFlags(topology, own, device, args.timeout, args.numerics, args.seed, args.json)
@@ -136,8 +135,8 @@ def resolve_topology(ranks: int | None, tp: int | None, ep: int | None, world_si
 def parse_device(text: str) -> DeviceChoice:
     """cpu, cuda, npu, or one of the latter with ids: cuda:0,1."""
     kind, colon, listed = text.partition(":")
-    if kind not in BACKEND_OF:
-        raise ValueError(f"--device is {text!r}, allowed: {', '.join(BACKEND_OF)}, with ids such as cuda:0,1")
+    if kind not in BACKENDS:
+        raise ValueError(f"--device is {text!r}, allowed: {', '.join(BACKENDS)}, with ids such as cuda:0,1")
     if not colon:
         return DeviceChoice(kind)
     if kind == "cpu":

@@ -19,12 +19,12 @@ from ..parallel.groups import Groups
 from .chat import FORMS, Message, encode_chat
 from .engine import Engine
 from .exchange import try_exchanges
-from .flags import FlagParser, RunFlags, add_common, resolve
+from .flags import FlagParser, RunFlags, add_common
 from .output import people, write_json
 from .requests import SamplingParams
 from .spawn import run_job
 from .tokenizer import TextTokenizer
-from .worker import config_facts, named_stage, read_place, run_main
+from .worker import config_facts, named_stage, resolve_here, run_main
 from .writing import Printer, Writing, result_json, result_tables
 
 MODULE = "meshspark.launch.generate"
@@ -87,8 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _act(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(arguments)
-    place = read_place()
-    flags = resolve(args, *((place.world, place.local_world) if place else (None, None)))
+    flags = resolve_here(args)
     task = prepare(args, flags)
     return run_job(MODULE, arguments, flags, lambda groups: generate(groups, task, flags), task.facts())
 

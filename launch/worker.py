@@ -1,5 +1,6 @@
 """One rank of a job: the environment becomes a place, groups and an exit code. Alone reads the environment."""
 
+import argparse
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .flags import RunFlags
+from .flags import RunFlags, resolve
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
@@ -76,6 +77,12 @@ def read_place(environ: Mapping[str, str] | None = None) -> Place | None:
     local_world = _number(env, "LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in env else local_rank + 1
     ours = run_id is not None and run_id.startswith(RUN_ID)
     return Place(rank, world, local_rank, local_world, run_id is not None, ours, env.get("TORCHELASTIC_ERROR_FILE"))
+
+
+def resolve_here(args: argparse.Namespace) -> RunFlags:
+    """The common flags as they hold for the place of this process. ValueError as `read_place` and `resolve`."""
+    place = read_place()
+    return resolve(args, *((place.world, place.local_world) if place else (None, None)))
 
 
 def _number(env: Mapping[str, str], name: str, least: int = 0) -> int:

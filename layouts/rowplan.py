@@ -12,7 +12,7 @@ from .lanes import FreshSpan, Lanes, make_lanes
 from .move import to_device
 from .pages import PageFamily, Tables
 from .rows import GroupRows, RequestRows, place_rows
-from .tiles import ENTRY_FAMILIES, TileSet, entry_offsets, make_tiles
+from .tiles import TileSet, entry_offsets, make_tiles
 
 STATE_FAMILIES = {4: ("csa_state", "index_state"), 128: ("hca_state",)}
 
@@ -189,6 +189,3 @@ def _writes(
             raise ValueError(f"{family.name}: a row of the step has no mapped page to be written to")
         writes[family.name] = (source, target)
     return writes
-
-
-__all__ = ["ENTRY_FAMILIES", "STATE_FAMILIES", "Asked", "Boundaries", "Geometry", "RowPlan", "plan_rows"]

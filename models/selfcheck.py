@@ -6,7 +6,6 @@ is run at small row counts and compared with slices of one larger call.
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -122,7 +121,7 @@ def _group_products(
         yield name, (partial(_grouped, whole), x_RGI)
         # One group alone, as a rank that owns a single group runs it.
         x_GRI = x_RGI.transpose(0, 1)
-        yield f"{name}, groups apart", (_GroupsApart(x_GRI, whole), torch.arange(G))
+        yield f"{name}, groups apart", (partial(_groups_apart, x_GRI, whole), torch.arange(G))
 
 
 def _linear(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -133,15 +132,9 @@ def _grouped(weights_GIO: torch.Tensor, x_RGI: torch.Tensor) -> torch.Tensor:
     return tile_product(x_RGI.transpose(0, 1), weights_GIO).transpose(0, 1)
 
 
-@dataclass(frozen=True)
-class _GroupsApart:
+def _groups_apart(x_GRI: torch.Tensor, weights_GIO: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """The group product as a function of which groups take part."""
-
-    x_GRI: torch.Tensor
-    weights_GIO: torch.Tensor
-
-    def __call__(self, groups: torch.Tensor) -> torch.Tensor:
-        return tile_product(self.x_GRI[groups], self.weights_GIO[groups])
+    return tile_product(x_GRI[groups], weights_GIO[groups])
 
 
 def _attention_products(config: V4Config, noise: Callable[..., torch.Tensor]) -> Iterator[tuple[str, Product]]:

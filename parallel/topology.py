@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 Ranks = tuple[int, ...]
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+"""Kind of device -> the backend that its tensors travel on."""
+
 
 @dataclass(frozen=True)
 class Coordinates:

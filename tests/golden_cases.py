@@ -6,37 +6,14 @@ import torch
 
 from meshspark.models.checkpoint.synthetic import random_weights
 from meshspark.models.numerics import Numerics
-from meshspark.models.v4.config import V4Config, YarnScaling
+from meshspark.models.v4.config import V4Config, YarnScaling, tiny
 
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300)
 """Prompt lengths on both sides of every boundary of ratio 4, ratio 128 and the windows."""
 
 
 def _base() -> V4Config:
-    return V4Config(
-        hidden_size=64,
-        num_hidden_layers=5,
-        vocab_size=264,
-        num_attention_heads=8,
-        head_dim=32,
-        qk_rope_head_dim=16,
-        q_lora_rank=32,
-        o_groups=4,
-        o_lora_rank=32,
-        sliding_window=8,
-        compress_ratios=(0, 4, 128, 4, 0),
-        draft_ratios=(),
-        index_n_heads=24,
-        index_head_dim=32,
-        index_topk=3,
-        moe_intermediate_size=32,
-        n_routed_experts=16,
-        num_experts_per_tok=3,
-        num_hash_layers=2,
-        swiglu_limit=1.0,
-        max_position_embeddings=4096,
-        yarn=YarnScaling(factor=16.0, original_max_position_embeddings=256),
-    )
+    return replace(tiny(), o_groups=4, sliding_window=8, index_topk=3, num_hash_layers=2)
 
 
 def golden_configs() -> dict[str, V4Config]:

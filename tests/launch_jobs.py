@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from meshspark.comm.collectives import all_gather_rows
-from meshspark.launch.flags import FlagParser, add_common, resolve
+from meshspark.launch.flags import FlagParser, add_common
 from meshspark.launch.spawn import run_job
-from meshspark.launch.worker import named_stage, read_place, run_main
+from meshspark.launch.worker import named_stage, read_place, resolve_here, run_main
 
 
 def _act(argv):
@@ -21,7 +21,7 @@ def _act(argv):
     add_common(parser)
     args = parser.parse_args(argv)
     place = read_place()
-    flags = resolve(args, *((place.world, place.local_world) if place else (None, None)))
+    flags = resolve_here(args)
     facts = {"place": place.rank} if args.kind == "differ" and place else {}
     return run_job("launch_jobs", argv, flags, lambda groups: _job(groups, args), facts)
 

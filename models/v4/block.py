@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...comm.context_gather import gather_context
+from ...layouts.pages import Tables
 from ...layouts.payloads import Payload
 from ...layouts.rowplan import RowPlan
 from ...parallel.groups import Groups
@@ -16,7 +17,7 @@ from ..functions import rms_norm
 from ..numerics import Numerics
 from ..stages import StageClock
 from .attention import IndexInputs, KeySource, attend
-from .caches import Caches, Tables
+from .caches import Caches
 from .compressor import CompressorWeights, pool_entries, project, state_rows
 from .config import V4Config
 from .hyper import HyperWeights, hc_post, hc_pre

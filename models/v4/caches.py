@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...layouts.pages import PageFamily, PageTable, Tables, page_families
+from ...layouts.pages import PageFamily, PageTable, page_families
 from ...parallel.topology import Topology
 from ..numerics import Numerics
 from .config import V4Config
@@ -174,6 +174,3 @@ def poison(caches: Caches, value: float = float("nan")) -> None:
     """Fill every pool row with `value`: whoever reads a row that was never written sees it. Mutates the pools."""
     for pool in caches.pools.values():
         pool.fill_(value)
-
-
-__all__ = ["CacheShape", "Caches", "Tables", "family_columns", "poison"]

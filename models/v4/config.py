@@ -104,8 +104,6 @@ class V4Config:
     def to_json(self) -> dict[str, Any]:
         """The config.json of this shape, with the official keys; from_config_json inverts it."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _DERIVED}
-        plain["weight_block_size"] = None
-        del plain["weight_block_size"]
         return {
             "model_type": "deepseek_v4",
             "architectures": ["DeepseekV4ForCausalLM"],
@@ -125,7 +123,7 @@ class V4Config:
         }
 
 
-_DERIVED = ("compress_ratios", "draft_ratios", "yarn", "dspark")
+_DERIVED = ("compress_ratios", "draft_ratios", "yarn", "dspark", "weight_block_size")
 _FIXED: dict[str, Any] = {
     "num_key_value_heads": 1,
     "scoring_func": "sqrtsoftplus",
@@ -257,7 +255,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _is_plain(name: str, raw: Mapping[str, Any]) -> bool:
-    return name not in (*_DERIVED, "weight_block_size") and raw.get(name) is not None
+    return name not in _DERIVED and raw.get(name) is not None
 
 
 def _typed(name: str, default: Any, value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from ...comm.logits import gather_asked, return_best, return_logits
+from ...layouts.payloads import KINDS as PAYLOAD_KINDS
 from ...layouts.payloads import payload
 from ...layouts.rowplan import Geometry, RowPlan, plan_rows
 from ...layouts.rows import RequestRows
@@ -30,7 +31,6 @@ from .projections import ProjectionWeights
 from .rope import angles, frequencies
 
 TAP_POINTS = ("mean_out", "mean_in", "streams")
-PAYLOAD_KINDS = ("kv", "hca", "csa_main", "csa_aux")
 
 
 @dataclass(frozen=True)
