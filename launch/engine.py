@@ -74,17 +74,15 @@ class Engine:
 
     def add_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Queue a request on world rank 0 and return its number; ValueError names what cannot be run."""
-        self._front_only("add_request")
-        vocab = self.model.config.vocab_size
-        bad = [token for token in prompt_ids if not 0 <= token < vocab]
-        if not prompt_ids or bad:
-            raise ValueError(
-                f"prompt has {len(prompt_ids)} ids, outside the vocabulary: {bad[:3]}; allowed: 0 to {vocab - 1}"
-            )
-        request = Request(self._next_id, list(prompt_ids), params, -1, -1)
+        self._usable("add_request")
+        vocab, prompt = self.model.config.vocab_size, list(prompt_ids)
+        bad = [token for token in prompt if type(token) is not int or not 0 <= token < vocab]
+        if not prompt or bad:
+            raise ValueError(f"prompt has {len(prompt)} ids, not allowed: {bad[:3]}; allowed: some, 0 to {vocab - 1}")
+        request = Request(self._next_id, prompt, params, -1, -1)
         if request.limit > self.max_context:
             raise ValueError(
-                f"prompt of {len(prompt_ids)} and max_new_tokens {params.max_new_tokens} are {request.limit} "
+                f"prompt of {len(prompt)} and max_new_tokens {params.max_new_tokens} are {request.limit} "
                 f"positions, allowed: max_context {self.max_context}"
             )
         self._next_id += 1
@@ -93,7 +91,7 @@ class Engine:
 
     def cancel(self, request_id: int, reason: str = "cancelled") -> None:
         """End a request on world rank 0; its last event comes with the next step. Unknown or ended ones are ignored."""
-        self._front_only("cancel")
+        self._usable("cancel")
         if reason not in FINISH_REASONS:
             raise ValueError(f"reason is {reason!r}, allowed: {FINISH_REASONS}")
         self._control.setdefault("cancel", []).append([request_id, reason])
@@ -102,8 +100,10 @@ class Engine:
         """One step of all ranks: agree, take control messages, run rows. Events on world rank 0, [] elsewhere.
 
         A token is sampled by the owner of its request and reaches the others with the next step's agreement, so
-        an event is one step behind the row that made it.
+        an event is one step behind the row that made it. ValueError after the end.
         """
+        if self.closed:
+            raise ValueError("step is for an engine that runs, this one is closed")
         if self._idle:
             self._wake()
         begin = time.perf_counter()
@@ -124,9 +124,9 @@ class Engine:
             self.step()
 
     def close(self) -> None:
-        """End the other ranks' serve(). Call on world rank 0, once; requests still running are dropped."""
-        self._front_only("close")
+        """End the other ranks' serve(), from world rank 0; requests still waiting or running are dropped."""
         if not self.closed:
+            self._usable("close")
             self._control["close"] = True
             self.step()
 
@@ -134,7 +134,9 @@ class Engine:
         """Counters since the start, and seconds per stage while the model's clock is enabled."""
         return {**vars(self.counters), "stages": dict(self.model.clock.seconds)}
 
-    def _front_only(self, what: str) -> None:
+    def _usable(self, what: str) -> None:
+        if self.closed:
+            raise ValueError(f"{what} is for an engine that runs, this one is closed")
         if not self.is_front:
             raise ValueError(f"{what} is for world rank 0, this is rank {self.groups.rank}")
 
@@ -173,6 +175,9 @@ class Engine:
     def _owner(self, slot: int) -> int:
         return request_owner(slot, self.topology.tp, self.slots_per_rank)
 
+    def _rank_of(self, request: Request) -> int:
+        return self.topology.tp_groups()[request.dp_rank][self._owner(request.slot)]
+
     def _agree(self, control_length: int) -> tuple[int, list[Event]]:
         """Exchange the records and apply everyone's new tokens -> (rank 0's control length, events)."""
         own = range(self.place.tp_rank * self.slots_per_rank, (self.place.tp_rank + 1) * self.slots_per_rank)
@@ -200,7 +205,7 @@ class Engine:
         request.tokens.extend(shown)
         if reason is not None:
             self._end(request, reason)
-        return [Event(request.request_id, shown, reason)]
+        return [Event(request.request_id, shown, reason, self._rank_of(request))]
 
     def _end(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
@@ -211,20 +216,23 @@ class Engine:
     def _take(self, message: dict[str, Any]) -> list[Event]:
         events = []
         for packed in message.get("add", ()):
-            request = Request.from_message(packed)
-            self.requests[request.request_id] = request
-            self._seats[request.dp_rank, request.slot] = request.request_id
-            if request.dp_rank == self.place.dp_rank:
-                self.caches.admit(request.slot, request.limit)
+            new = Request.from_message(packed)
+            self.requests[new.request_id] = new
+            self._seats[new.dp_rank, new.slot] = new.request_id
+            if new.dp_rank == self.place.dp_rank:
+                self.caches.admit(new.slot, new.limit)
         for request_id, reason in message.get("cancel", ()):
-            if request_id in self.requests:
-                self._end(self.requests[request_id], reason)
-                events.append(Event(request_id, (), reason))
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._end(request, reason)
+                events.append(Event(request_id, (), reason, self._rank_of(request)))
             elif self.is_front:
                 events += self._cancel_waiting(request_id, reason)
         self.closed = self.closed or bool(message.get("close"))
         if self.closed:
-            self.requests.clear()
+            self._waiting.clear()
+            for request in list(self.requests.values()):
+                self._end(request, "cancelled")
         return events
 
     def _cancel_waiting(self, request_id: int, reason: str) -> list[Event]:

@@ -13,11 +13,15 @@ STANDARD_OUTPUT = "-"
 LIMITS = {"world": 1 << 20, "ids": 1 << 16}
 
 
+class FlagError(ValueError):
+    """Wrong flags: every rank has the same command line, so one of them says it for all."""
+
+
 class FlagParser(argparse.ArgumentParser):
     """Raises ValueError where argparse would print and end: under torchrun only one rank is to speak."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (see {self.prog} --help)")
+        raise FlagError(f"{message} (see {self.prog} --help)")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import argparse
 import hashlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from .engine import Engine
 from .exchange import try_exchanges
 from .flags import FlagParser, RunFlags, add_common
 from .output import people, write_json
-from .requests import SamplingParams
+from .requests import RequestFailed, SamplingParams
 from .spawn import run_job
 from .tokenizer import TextTokenizer
 from .worker import config_facts, named_stage, resolve_here, run_main
@@ -31,6 +31,7 @@ MODULE = "meshspark.launch.generate"
 SAMPLE = Path(__file__).parent.parent / "models" / "sample"
 MAX_SLOTS = 8
 PROMPT_FILE_LIMIT = 16 << 20
+SEEDS = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,9 @@ def generate(groups: Groups, task: Task, flags: RunFlags) -> None:
     metrics, topology = {**engine.metrics(), "row_independence": independent}, groups.topology
     write_json(flags.json, result_json(writings, topology, metrics))
     result_tables(people(flags.json), writings, topology, metrics)
+    failed = [f"prompt {w.number + 1} on rank {w.rank}" for w in writings if w.finish_reason == "error"]
+    if failed:
+        raise RequestFailed(f"{', '.join(failed)}: ended as error, for a row of logits holds a NaN")
 
 
 def load_model(groups: Groups, directory: Path, flags: RunFlags) -> Model:
@@ -166,12 +170,17 @@ def load_model(groups: Groups, directory: Path, flags: RunFlags) -> Model:
 
 
 def write(engine: Engine, task: Task, flags: RunFlags) -> list[Writing]:
-    """Run all prompts to their ends on world rank 0, printing as text comes."""
+    """Run all prompts to their ends on world rank 0, printing as text comes.
+
+    A prompt's numbers come from the seed alone, whatever else is written; given again, it draws from the next seed.
+    """
     printer = Printer(people(flags.json), len(task.prompts), show_prompt=task.chat is None)
     by_request: dict[int, Writing] = {}
     for number, (prompt, ids) in enumerate(zip(task.prompts, task.prompt_ids, strict=True)):
         writing = Writing(number, prompt, ids, task.tokenizer, task.stops)
-        by_request[engine.add_request(list(ids), task.params)] = writing
+        repeat = task.prompts[:number].count(prompt)
+        params = replace(task.params, seed=(task.params.seed + repeat) % SEEDS)
+        by_request[engine.add_request(list(ids), params)] = writing
         printer.start(writing)
     while engine.active:
         for event in engine.step():

@@ -34,11 +34,19 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Event:
-    """News of one request on world rank 0: tokens since the last event, and why it ended if it did."""
+    """News of one request on world rank 0: tokens since the last event, and why it ended if it did.
+
+    rank: the world rank that owns the request, -1 where it never had a seat.
+    """
 
     request_id: int
     token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
+    rank: int = -1
+
+
+class RequestFailed(ValueError):
+    """A request ended as 'error'."""
 
 
 @dataclass

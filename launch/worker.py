@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .flags import RunFlags, resolve
+from .flags import FlagError, RunFlags, resolve
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
@@ -80,9 +80,12 @@ def read_place(environ: Mapping[str, str] | None = None) -> Place | None:
 
 
 def resolve_here(args: argparse.Namespace) -> RunFlags:
-    """The common flags as they hold for the place of this process. ValueError as `read_place` and `resolve`."""
+    """The common flags as they hold for the place of this process. ValueError as `read_place`, FlagError else."""
     place = read_place()
-    return resolve(args, *((place.world, place.local_world) if place else (None, None)))
+    try:
+        return resolve(args, *((place.world, place.local_world) if place else (None, None)))
+    except ValueError as problem:
+        raise FlagError(str(problem)) from problem
 
 
 def _number(env: Mapping[str, str], name: str, least: int = 0) -> int:
@@ -253,13 +256,14 @@ def _private_store(place: Place) -> Any:
 def report(place: Place, problem: BaseException, *, usage: bool = False) -> None:
     """Leave the failure where an elastic launcher looks for it, and print it unless that launcher is ours.
 
-    What all ranks find alike (wrong flags, a faulty checkpoint, differing ranks) is printed by rank 0 alone.
+    What all ranks find alike (wrong flags, a faulty checkpoint, differing ranks) is printed by rank 0 alone; what one
+    machine may find alone (a file that is not there) by every rank that finds it.
     """
     text = failure_text(place, problem, usage=usage)
     if place.error_file:
         with suppress(OSError):
             _write_error_file(Path(place.error_file), text, problem)
-    if not place.spoken_for and (place.rank == 0 or not (usage or _is_joint(problem))):
+    if not place.spoken_for and (place.rank == 0 or not _is_joint(problem)):
         print(f"meshspark: {text}", file=sys.stderr, flush=True)
         if not _is_expected(problem):
             traceback.print_exception(problem)
@@ -267,14 +271,14 @@ def report(place: Place, problem: BaseException, *, usage: bool = False) -> None
 
 def failure_text(place: Place, problem: BaseException, *, usage: bool = False) -> str:
     """One line of who failed, where, and how."""
-    if usage:
+    if usage or type(problem).__name__ == "RequestFailed":
         return str(problem)
     kind = "" if _is_joint(problem) else f"{type(problem).__name__}: "
     return f"rank {place.rank} failed in stage {stage_of(problem) or '?'}: {kind}{problem}"
 
 
 def _is_joint(problem: BaseException) -> bool:
-    return type(problem).__name__ in ("CheckpointError", "CollectiveMismatch")
+    return type(problem).__name__ in ("CheckpointError", "CollectiveMismatch", "FlagError")
 
 
 def _is_expected(problem: BaseException) -> bool:
@@ -319,8 +323,8 @@ def run_main(name: str, act: Callable[[Sequence[str] | None], int], argv: Sequen
         return act(argv)
     except ValueError as problem:
         place = _place_or_alone()
-        if place.spoken_for or place.rank == 0:
-            report(place, ValueError(f"{name}: {problem}"), usage=True)
+        where = f"{name}: rank {place.rank}" if place.rank else name
+        report(place, type(problem)(f"{where}: {problem}"), usage=True)
         return USAGE
     except KeyboardInterrupt:
         if not _place_or_alone().spoken_for:

@@ -20,6 +20,7 @@ class Writing:
         self.number, self.prompt, self.prompt_ids = number, prompt, list(prompt_ids)
         self.output_ids: list[int] = []
         self.finish_reason: str | None = None
+        self.rank = -1
         self._stream = TextStream(tokenizer, stops)
 
     @property
@@ -40,6 +41,7 @@ class Writing:
         if event.finish_reason is not None:
             shown += self._stream.finish()
             self.finish_reason = "stop" if self.stopped else event.finish_reason
+            self.rank = event.rank
         return shown
 
 

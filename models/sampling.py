@@ -13,10 +13,10 @@ def uniform(seed: int, position: int) -> float:
 
 
 def greedy(logits_AV: torch.Tensor) -> torch.Tensor:
-    """Lowest id of the highest logit of each row, int64 [A]; -1 where a row is not finite."""
+    """Lowest id of the highest logit of each row, int64 [A]; -1 where a row has a NaN."""
     best_A = logits_AV.amax(1, keepdim=True)
     ids_A = (logits_AV == best_A).int().argmax(1)
-    return torch.where(logits_AV.isfinite().all(1), ids_A, -1)
+    return torch.where(best_A.squeeze(1).isnan(), -1, ids_A)
 
 
 def sample(
@@ -25,7 +25,8 @@ def sample(
     """Ids [A] by inverse cumulative probability over the tokens from the most probable down (ties: lowest id).
 
     The nucleus is the shortest such run whose probability reaches top_p. Rows of temperature 0 are greedy; a row
-    that is not finite gives -1. Computed in FP64, row by row independent.
+    with a NaN gives -1; where +inf is the highest logit, or all are -inf, the lowest such id is certain.
+    Computed in FP64, row by row independent.
     """
     safe_A1 = torch.where(temperature_A > 0, temperature_A, 1.0).double()[:, None]
     probability_AV = torch.softmax(logits_AV.double() / safe_A1, dim=1)
@@ -37,4 +38,5 @@ def sample(
     place_A = torch.minimum(place_A, inside_AV.sum(1) - 1).clamp(min=0)
     drawn_A = order_AV.gather(1, place_A[:, None]).squeeze(1)
     greedy_A = greedy(logits_AV)
-    return torch.where((temperature_A > 0) & (greedy_A >= 0), drawn_A, greedy_A)
+    spread_A = logits_AV.amax(1).isfinite() & (temperature_A > 0)
+    return torch.where(spread_A, drawn_A, greedy_A)

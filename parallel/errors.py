@@ -58,3 +58,9 @@ def error_kind(text: str) -> type[CommError]:
     if any(sign in lowered for sign in _TIMEOUT_SIGNS):
         return CollectiveTimeout
     return TransportError
+
+
+def first_line(problem: BaseException) -> str:
+    """What a backend said, without its stack."""
+    text = str(problem).strip().splitlines()
+    return text[0] if text else type(problem).__name__

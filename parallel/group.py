@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from .errors import CollectiveMismatch, CommError, TransportError, error_kind
+from .errors import CollectiveMismatch, CommError, TransportError, error_kind, first_line
 from .ledger import Ledger, Record
 from .topology import Topology
 
@@ -123,12 +123,6 @@ class Group:
         if self.ledger.enabled:
             figures = (dtype, rows, columns, sent_bytes, tuple(splits))
             self.ledger.add(Record(self.sequence, self.name, op, *figures, stage, start, time.perf_counter()))
-
-
-def first_line(problem: BaseException) -> str:
-    """What a backend said, without its stack."""
-    text = str(problem).strip().splitlines()
-    return text[0] if text else type(problem).__name__
 
 
 def cpu_tensor(data: bytes) -> torch.Tensor:

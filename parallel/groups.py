@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .errors import CommError, TransportError, error_kind
-from .group import Group, Health, first_line
+from .errors import CommError, TransportError, error_kind, first_line
+from .group import Group, Health
 from .ledger import Ledger
 from .preflight import Fact, compare_facts
 from .topology import Topology
@@ -37,6 +37,7 @@ class Groups:
     front: Group
     ledger: Ledger
     health: Health
+    store: dist.Store | None = None
     owns_world: bool = True
     closed: bool = False
 
@@ -69,8 +70,8 @@ class Groups:
         """Start torch.distributed and make every group, in one order on all ranks, `timeout` seconds on each.
 
         Without a `store` the ranks meet where torchrun's environment says. Before a group is made the ranks
-        compare versions, topology and `facts`; CollectiveMismatch on every rank if they differ. A world of one
-        starts nothing. ValueError if torch.distributed runs already (use `derive`).
+        compare versions, topology and `facts` through the store; CollectiveMismatch on every rank if they differ.
+        A world of one starts nothing. ValueError if torch.distributed runs already (use `derive`).
         """
         topology.coordinates(rank)
         if topology.world == 1:
@@ -83,12 +84,13 @@ class Groups:
         # A store may outlive several starts: a number of its own keeps their keys apart.
         store = dist.PrefixStore(f"meshspark{store.add(f'meshspark/starts/{rank}', 1)}", store)
         ends = timedelta(seconds=timeout)
+        compare_facts(store, topology, rank, facts or {}, timeout=timeout)
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=topology.world, timeout=ends)
         except RuntimeError as problem:
             raise _start_error(problem, topology) from problem
         try:
-            return _Maker(topology, rank, backend, device, timeout, ledger or Ledger()).make(facts or {})
+            return _Maker(topology, rank, backend, device, timeout, ledger or Ledger(), store=store).make()
         except BaseException:
             dist.destroy_process_group()
             raise
@@ -101,8 +103,11 @@ class Groups:
             return Groups.single(self.device, topology, self.ledger)
         if self.closed or self.health.failure is not None:
             raise self.health.failure or ValueError("these groups are closed")
-        maker = _Maker(topology, self.rank, self.backend, self.device, self.world.timeout, self.ledger)
-        return maker.make(facts or {}, self)
+        assert self.store is not None, "a world of several ranks met in a store"
+        store = dist.PrefixStore(f"derived{self.store.add(f'derived/{self.rank}', 1)}", self.store)
+        compare_facts(store, topology, self.rank, facts or {}, timeout=self.world.timeout)
+        maker = _Maker(topology, self.rank, self.backend, self.device, self.world.timeout, self.ledger, store=store)
+        return maker.make(self)
 
     def close(self) -> None:
         """End the groups; without effect when called again. Waits for nobody.
@@ -154,6 +159,7 @@ class _Maker:
     device: str
     timeout: float
     ledger: Ledger
+    store: dist.Store | None = None
     health: Health = field(default_factory=Health)
 
     def single(self) -> Groups:
@@ -162,7 +168,7 @@ class _Maker:
         )
         return self._groups(world, tp, ep, control, front, True)
 
-    def make(self, facts: Mapping[str, Fact], base: Groups | None = None) -> Groups:
+    def make(self, base: Groups | None = None) -> Groups:
         everyone = tuple(range(self.topology.world))
         if base is None:
             world = self._group("world", everyone, dist.group.WORLD)
@@ -172,8 +178,6 @@ class _Maker:
         else:
             self.health = base.health
             world, control = self._adopt(base.world), self._adopt(base.control)
-        # Ranks that disagree about the topology would make different groups and wait for ever.
-        compare_facts(control, facts)
         if base is None:
             front = self._group("front", everyone, self._new(everyone, "gloo"), IDLE_SECONDS, "cpu")
         else:
@@ -195,6 +199,7 @@ class _Maker:
             front,
             self.ledger,
             self.health,
+            self.store,
             owns,
         )
 

@@ -7,6 +7,7 @@ import torch
 from episodes import full_weights, make_model, single_model
 from rank_pool import RankPools
 
+from meshspark.comm.logits import return_best
 from meshspark.launch.engine import Engine
 from meshspark.launch.requests import SamplingParams
 from meshspark.layouts.rows import RequestRows
@@ -131,7 +132,7 @@ def test_a_broken_row_ends_its_request_with_an_error_not_with_token_zero() -> No
     ("prompt", "params", "message"),
     [
         ([], {}, "prompt"),
-        ([264], {}, "outside the vocabulary"),
+        ([264], {}, "not allowed"),
         ([1] * 60, {"max_new_tokens": 10}, "max_context 64"),
     ],
 )
@@ -163,8 +164,15 @@ def test_sampling_follows_the_distribution() -> None:
 
 
 def test_greedy_ties_go_to_the_lowest_id_and_nan_to_none() -> None:
-    rows = torch.tensor([[1.0, 3.0, 3.0], [-2.0, -2.0, -2.0], [0.0, float("nan"), 9.0], [float("inf"), 0, 0]])
-    assert greedy(rows).tolist() == [1, 0, -1, -1]
+    inf = float("inf")
+    rows = torch.tensor([[1.0, 3, 3], [-2.0, -2, -2], [0, float("nan"), 9], [0, inf, inf], [-inf, -inf, 0], [-inf] * 3])
+    want = [1, 0, -1, 1, 2, 0]
+    assert greedy(rows).tolist() == want
+    half = torch.full((6,), 0.5)
+    assert sample(rows, half * 0, half, half).tolist() == want
+    assert sample(rows, torch.full((6,), 1e-3), half, half * 0).tolist() == want
+    ids, _ = return_best(rows, 0, [0] * 6, Groups.single().tp, stage="test")
+    assert ids.tolist() == want
 
 
 def test_what_was_built_for_one_topology_refuses_another() -> None:
@@ -186,3 +194,23 @@ def test_a_tap_that_does_not_exist_is_refused() -> None:
         model.forward(model.plan_sequences([[5]]), taps=(Tap(99),))
     with pytest.raises(ValueError, match="tap point"):
         Tap(0, "nonsense")  # type: ignore[arg-type]
+
+
+def test_a_closed_engine_is_closed() -> None:
+    engine = Engine(single_model("tiny", MODE), slots_per_rank=1, max_context=64)
+    for _ in range(2):
+        engine.add_request([5, 6], SamplingParams(4))
+    engine.step()
+    engine.close()
+    engine.close()
+    assert not engine.active and not engine.requests
+    for use in (engine.step, lambda: engine.add_request([5], SamplingParams(1)), lambda: engine.cancel(0)):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+
+
+@pytest.mark.parametrize("prompt", [[1.5], [True], ["5"], [torch.tensor(5)], []])
+def test_ids_are_whole_numbers(prompt: list) -> None:
+    engine = Engine(single_model("tiny", MODE), slots_per_rank=1, max_context=64)
+    with pytest.raises(ValueError, match="prompt has"):
+        engine.add_request(prompt, SamplingParams(1))

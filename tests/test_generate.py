@@ -7,7 +7,10 @@ import sys
 import pytest
 
 from meshspark.launch import generate
-from meshspark.models.checkpoint.synthetic import synthesize
+from meshspark.models.checkpoint.synthetic import random_weights, synthesize
+from meshspark.models.checkpoint.tokenizer import byte_level_tokenizer
+from meshspark.models.checkpoint.writer import write_checkpoint
+from meshspark.models.numerics import FLOAT32
 from meshspark.models.v4.config import tiny
 
 PATIENCE = 200.0
@@ -51,6 +54,28 @@ def test_two_ranks_write_what_one_writes(checkpoint, run):
         assert f"--- prompt {number}: 6 tokens, length ---" in done.stderr
         assert f"--- prompt {number}: 6 tokens, length ---" in shown
     assert "rank 1 (ep_rank 1 of block 0)" in done.stderr
+
+
+def test_a_prompt_given_again_draws_other_numbers(run):
+    sampling = ["--max-new-tokens", "8", "--temperature", "1", "--seed", "5"]
+    twice, _ = run("--prompt", "x", "--prompt", "x", *sampling)
+    first, second = (request["output_ids"] for request in twice["requests"])
+    assert first != second
+    next_seed, _ = run("--prompt", "x", *sampling[:-1], "6")
+    assert second == next_seed["requests"][0]["output_ids"]
+
+
+def test_a_nan_ends_the_request_with_its_name(tmp_path, capsys):
+    """Unusable logits: the request's reason is error, the exit code 1, and the message names prompt and rank."""
+    weights = random_weights(tiny(), 1, FLOAT32, draft=True)
+    weights["norm.weight"] *= 1e30
+    weights["head.weight"][7] = 1e30  # all finite, but the products are infinities of both signs
+    write_checkpoint(tmp_path, tiny(), weights, tokenizer_json=byte_level_tokenizer(tiny())[0])
+    target = tmp_path / "out.json"
+    argv = ["--checkpoint", str(tmp_path), "--prompt", "a", "--prompt", "bc", "--json", str(target)]
+    assert generate.main(argv) == 1
+    assert "prompt 1 on rank 0, prompt 2 on rank 0: ended as error" in capsys.readouterr().err
+    assert [r["finish_reason"] for r in json.loads(target.read_text())["requests"]] == ["error"] * 2
 
 
 def test_json_and_the_streamed_text(run):

@@ -1,5 +1,6 @@
 """Starting and ending ranks: exit codes, one message with rank and stage, nothing left behind."""
 
+import json
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshspark.launch import exchange, spawn, worker
-from meshspark.launch.flags import DeviceChoice, RunFlags
+from meshspark.launch.flags import DeviceChoice, FlagError, RunFlags
 from meshspark.parallel.errors import CollectiveMismatch, CollectiveTimeout, RankDied, TransportError
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
@@ -194,6 +195,25 @@ def test_four_jobs_at_once():
 
 
 RANKED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("problem", "told"), [(FlagError("--tp is 0"), False), (ValueError("there is no checkpoint"), True)]
+)
+def test_a_wrong_use_is_told_once_if_all_ranks_find_it_and_by_each_that_may_be_alone(
+    problem, told, tmp_path, monkeypatch, capsys
+):
+    """Rank 1 under torchrun: its error file is written in any case."""
+    file = tmp_path / "error.json"
+    for name, value in {**RANKED, "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_ERROR_FILE": str(file)}.items():
+        monkeypatch.setenv(name, value)
+
+    def act(argv):
+        raise problem
+
+    assert worker.run_main("generate", act, []) == worker.USAGE
+    assert f"generate: rank 1: {problem}" in json.loads(file.read_text())["message"]["message"]
+    assert (str(problem) in capsys.readouterr().err) == told
 
 
 def test_the_environment_is_a_place():

@@ -1,44 +1,47 @@
 """Starting, comparing and closing: what ranks must agree on before data moves, and two lives in one process."""
 
 import pytest
+import torch.distributed as dist
 from rank_pool import RankPool
 
 from meshspark.comm import agreement
 from meshspark.parallel.errors import CollectiveMismatch, CommError
 from meshspark.parallel.groups import Groups
-from meshspark.parallel.preflight import FACTS_LIMIT, mismatch_table, preflight
+from meshspark.parallel.preflight import FACTS_LIMIT, compare_facts, mismatch_table
 from meshspark.parallel.topology import Topology
 
 
-def _said(groups, facts):
-    """The class and text of what preflight raises; the ranks stay usable for the next test."""
+def _said(groups, name, facts, timeout=20.0):
+    """The class and text of what the comparison raises."""
+    if groups.store is None:
+        return ["", ""]
+    store = dist.PrefixStore(name, groups.store)
     try:
-        preflight(groups, facts)
+        compare_facts(store, groups.topology, groups.rank, facts, timeout=timeout)
     except CommError as problem:
-        groups.health.failure = None
         return [type(problem).__name__, str(problem)]
     return ["", ""]
 
 
 def equal_facts(groups):
-    return _said(groups, {"config": "abc", "tp": 2, "timeout": 5.0, "seed": None})
+    return _said(groups, "equal", {"config": "abc", "tp": 2, "timeout": 5.0, "seed": None})
 
 
 def different_facts(groups):
     last = groups.rank == groups.topology.world - 1
-    return _said(groups, {"config": "x" * 500 if last else "abc", "same": 1})
+    return _said(groups, "different", {"config": "x" * 500 if last else "abc", "same": 1})
 
 
 def missing_fact(groups):
-    return _said(groups, {"extra": 1} if groups.rank else {})
+    return _said(groups, "missing", {"extra": 1} if groups.rank else {})
 
 
 def no_plain_fact(groups):
-    return _said(groups, {"odd": object() if groups.rank == 1 else 1})
+    return _said(groups, "odd", {"odd": object() if groups.rank == 1 else 1})
 
 
 def too_large(groups):
-    return _said(groups, {"big": "x" * (FACTS_LIMIT * 2 if groups.rank == 1 else 1)})
+    return _said(groups, "big", {"big": "x" * (FACTS_LIMIT * 2 if groups.rank == 1 else 1)})
 
 
 def other_flags(groups):
@@ -47,9 +50,19 @@ def other_flags(groups):
     try:
         groups.derive(Topology(world, 1 if groups.rank == 1 else 2, world))
     except CollectiveMismatch as problem:
-        groups.health.failure = None
         return str(problem)
     return "no error"
+
+
+def told(groups):
+    """What each rank tells the others, equal or not."""
+    store = dist.PrefixStore("told", groups.store)
+    return compare_facts(store, groups.topology, groups.rank, {}, told={"host": f"h{groups.rank}"}, timeout=20.0)
+
+
+def absent(groups, rank):
+    """One rank does not come."""
+    return ["", ""] if groups.rank == rank else _said(groups, f"absent {rank}", {}, timeout=0.5)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -69,7 +82,11 @@ def test_a_difference_is_the_same_error_with_a_table_on_every_rank(ranks, world)
 
 def test_missing_odd_and_too_large_facts(ranks):
     topology = Topology(2, 1, 2)
-    for body, words in (("missing_fact", "(missing)"), ("no_plain_fact", "no plain values"), ("too_large", "by rank")):
+    for body, words in (
+        ("missing_fact", "(missing)"),
+        ("no_plain_fact", "no plain values"),
+        ("too_large", "characters, allowed"),
+    ):
         for name, text in ranks.run(topology, f"test_preflight:{body}"):
             assert name == "CollectiveMismatch" and words in text
 
@@ -77,6 +94,18 @@ def test_missing_odd_and_too_large_facts(ranks):
 def test_other_flags_on_one_rank_stop_all_before_groups_are_made(ranks):
     for text in ranks.run(Topology(4, 1, 4), "test_preflight:other_flags"):
         assert "topology" in text and "tp 2" in text and "tp 1" in text
+
+
+def test_what_ranks_tell_reaches_all(ranks):
+    assert ranks.run(Topology(2, 1, 2), "test_preflight:told") == [[{"host": "h0"}, {"host": "h1"}]] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_does_not_come_is_named(ranks, rank):
+    said = ranks.run(Topology(3, 1, 3), "test_preflight:absent", rank=rank)
+    assert said.pop(rank) == ["", ""]
+    for name, text in said:
+        assert name == "CollectiveTimeout" and f"ranks [{rank}] have not started" in text
 
 
 def test_the_table():
@@ -90,8 +119,6 @@ def test_the_table():
 
 def two_lives(groups):
     """Start, use and close twice over one store, next to the pool's own groups, which end first."""
-    import torch.distributed as dist
-
     store = dist.distributed_c10d._get_default_store()
     rank, world = groups.rank, groups.topology.world
     dist.destroy_process_group()
@@ -118,8 +145,6 @@ def two_lives(groups):
 
 def start_with_other_flags(groups):
     """Rank 1 says another tp when everything starts; nothing stays behind, and a second start works."""
-    import torch.distributed as dist
-
     store = dist.distributed_c10d._get_default_store()
     rank, world = groups.rank, groups.topology.world
     dist.destroy_process_group()
@@ -155,8 +180,6 @@ def test_derived_groups_leave_the_world_alone(ranks):
 
 
 def test_one_rank_starts_nothing():
-    import torch.distributed as dist
-
     groups = Groups.start(Topology(), rank=0, backend="gloo")
     assert not dist.is_initialized() and groups.tp.process_group is None and groups.cp is groups.tp
     assert agreement.agree([5], groups) == [[5]]
