@@ -7,10 +7,7 @@ import sys
 import pytest
 
 from meshspark.launch import generate
-from meshspark.models.checkpoint.synthetic import random_weights, synthesize
-from meshspark.models.checkpoint.tokenizer import byte_level_tokenizer
-from meshspark.models.checkpoint.writer import write_checkpoint
-from meshspark.models.numerics import FLOAT32
+from meshspark.models.checkpoint.synthetic import synthesize
 from meshspark.models.v4.config import tiny
 
 PATIENCE = 200.0
@@ -65,14 +62,18 @@ def test_a_prompt_given_again_draws_other_numbers(run):
     assert second == next_seed["requests"][0]["output_ids"]
 
 
-def test_a_nan_ends_the_request_with_its_name(tmp_path, capsys):
+def test_a_nan_ends_the_request_with_its_name(checkpoint, tmp_path, capsys, monkeypatch):
     """Unusable logits: the request's reason is error, the exit code 1, and the message names prompt and rank."""
-    weights = random_weights(tiny(), 1, FLOAT32, draft=True)
-    weights["norm.weight"] *= 1e30
-    weights["head.weight"][7] = 1e30  # all finite, but the products are infinities of both signs
-    write_checkpoint(tmp_path, tiny(), weights, tokenizer_json=byte_level_tokenizer(tiny())[0])
+    load = generate.load_model
+
+    def load_and_spoil(*args):
+        model = load(*args)
+        model.head[7] = float("nan")
+        return model
+
+    monkeypatch.setattr(generate, "load_model", load_and_spoil)
     target = tmp_path / "out.json"
-    argv = ["--checkpoint", str(tmp_path), "--prompt", "a", "--prompt", "bc", "--json", str(target)]
+    argv = ["--checkpoint", str(checkpoint), "--prompt", "a", "--prompt", "bc", "--json", str(target)]
     assert generate.main(argv) == 1
     assert "prompt 1 on rank 0, prompt 2 on rank 0: ended as error" in capsys.readouterr().err
     assert [r["finish_reason"] for r in json.loads(target.read_text())["requests"]] == ["error"] * 2
