@@ -41,18 +41,20 @@ def judge(text: str) -> str:
     return "whole"
 
 
-def definition_prompts(texts: Sequence[str], count: int) -> list[str]:
-    """`count` first lines of functions and classes at the left margin, evenly spaced over all there are.
+def definition_prompts(texts: Sequence[str], count: int) -> list[tuple[str, str]]:
+    """`count` first lines of functions and classes at the left margin, and what follows them in their text.
 
-    Each has at most PROMPT_LINES lines and ends where no bracket or string is open.
+    Evenly spaced over all there are. A prompt has at most PROMPT_LINES lines and ends where no bracket or string is
+    open.
     """
     found = []
     for text in texts:
         lines = text.splitlines(keepends=True)
         for start, line in enumerate(lines):
             if line.startswith(("def ", "class ")):
-                heads = ("".join(lines[start : start + n]) for n in range(PROMPT_LINES, 0, -1))
-                found += [head for head in heads if judge(head) == "whole"][:1]
+                cuts = ("".join(lines[start : start + n]) for n in range(PROMPT_LINES, 0, -1))
+                heads = [head for head in cuts if judge(head) == "whole"][:1]
+                found += [(head, "".join(lines[start:])[len(head) :]) for head in heads]
     if len(found) < count:
         raise ValueError(f"texts have {len(found)} definitions, allowed: at least the {count} prompts asked for")
     return [found[i * len(found) // count] for i in range(count)]

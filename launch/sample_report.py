@@ -46,6 +46,7 @@ class Figures:
     file_bytes: int
     parameters: int
     continuations: tuple[Continuation, ...]
+    originals: Counter[str]
 
     def verdicts(self) -> Counter[str]:
         return Counter(c.verdict for c in self.continuations)
@@ -96,6 +97,7 @@ def measure(trainer: Trainer, checkpoint: Path, tokenizer: Tokenizer, settings: 
         file_bytes=sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")),
         parameters=sum(prod(spec.shape) for spec in tensor_table(config) if spec.role != "ids"),
         continuations=judged(model, tokenizer, texts, settings),
+        originals=judged_originals(tokenizer, texts, settings),
     )
 
 
@@ -109,7 +111,7 @@ def held_out_loss(trainer: Trainer, weights: Weights, held_out: torch.Tensor, se
 
 def judged(model: Model, tokenizer: Tokenizer, texts: list[str], settings: ReportSettings) -> tuple[Continuation, ...]:
     """Continuations of held-out definitions, each judged together with its prompt."""
-    prompts = definition_prompts(texts, settings.continuations)
+    prompts = [prompt for prompt, _ in definition_prompts(texts, settings.continuations)]
     encoded = [[model.config.bos_token_id, *tokenizer.encode(p, add_special_tokens=False).ids] for p in prompts]
     written = write_continuations(model, encoded, max_new_tokens=settings.new_tokens)
     result = []
@@ -117,6 +119,15 @@ def judged(model: Model, tokenizer: Tokenizer, texts: list[str], settings: Repor
         text = tokenizer.decode(list(ids))
         result.append(Continuation(prompt, text, ids, judge(prompt + text)))
     return tuple(result)
+
+
+def judged_originals(tokenizer: Tokenizer, texts: list[str], settings: ReportSettings) -> Counter[str]:
+    """Verdicts on what really follows the same prompts, cut after as many tokens: what a perfect writer could reach."""
+    verdicts: Counter[str] = Counter()
+    for prompt, rest in definition_prompts(texts, settings.continuations):
+        ids = tokenizer.encode(rest, add_special_tokens=False).ids[: settings.new_tokens]
+        verdicts[judge(prompt + tokenizer.decode(ids))] += 1
+    return verdicts
 
 
 def smoothed(curve: list[tuple[int, float]], points: int = CURVE_POINTS) -> list[tuple[int, float]]:
@@ -178,9 +189,9 @@ there to show real text and to test with; it knows nothing but how Python looks.
 
 WHAT_IT_SCORES = """\
 *Whole*: Python's tokenizer accepts prompt and continuation up to the last complete line. *Cut*: it finds nothing wrong,
-but a bracket or a triple-quoted string is still open there. The prompts are the first lines of {count} functions and
-classes of held-out files; temperature 0.8, top-p 0.95, {new_tokens} tokens, seeds 0 to {last_seed}. The loss curve is
-in `docs/sample_loss.png`."""
+but a bracket or a triple-quoted string is still open there, as it often is where real text is cut. The prompts are the
+first lines of {count} functions and classes of held-out files; temperature 0.8, top-p 0.95, {new_tokens} tokens, seeds
+0 to {last_seed}. The loss curve is in `docs/sample_loss.png`."""
 
 HOW_IT_WAS_MADE = """\
 In FP32, Muon steps the matrices and Adam the rest. The indexers stay as drawn: their selection is discrete, so the
@@ -221,6 +232,8 @@ def _results(trainer: Trainer, figures: Figures, settings: ReportSettings) -> di
         "held-out windows": f"{settings.windows} of {settings.length} tokens, of {figures.held_out_tokens:,}",
         "continuations that are whole": f"{verdicts['whole']} of {count}",
         "continuations that are whole or cut": f"{verdicts['whole'] + verdicts['cut']} of {count}",
+        "real text behind the same prompts, cut alike": f"{figures.originals['whole']} of {count} whole, "
+        f"{figures.originals['whole'] + figures.originals['cut']} whole or cut",
         "distinct 4-grams, all continuations together": f"{figures.distinct():.3f}",
         "distinct 4-grams, within each": f"{figures.distinct_each():.3f}",
         "parameters": f"{figures.parameters:,}",

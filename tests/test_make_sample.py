@@ -203,7 +203,10 @@ def test_judge(text: str, verdict: str) -> None:
 def test_prompts_are_definitions_that_end_closed() -> None:
     doc = '    """One\n    two\n    three\n    four\n    """\n'
     text = f"import x\n\ndef f(a,\n      b):\n{doc}    y\n\nclass C:\n    z = [\n"
-    assert definition_prompts([text], 2) == ["def f(a,\n      b):\n", "class C:\n"]
+    assert definition_prompts([text], 2) == [
+        ("def f(a,\n      b):\n", f"{doc}    y\n\nclass C:\n    z = [\n"),
+        ("class C:\n", "    z = [\n"),
+    ]
     with pytest.raises(ValueError, match="2 definitions"):
         definition_prompts([text], 3)
 
@@ -232,5 +235,6 @@ def test_written_sample_loads_and_reports(
     assert all(torch.equal(weights[name], stored[name].detach()) for name in stored)
     assert abs(figures.loss_float - figures.loss_stored) < 0.5
     assert [len(c.ids) <= 5 and c.verdict in ("whole", "cut", "fault") for c in figures.continuations] == [True, True]
+    assert sum(figures.originals.values()) == 2
     assert "held-out loss as stored" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "docs" / "sample_loss.csv").read_text().startswith("step,loss\n1,")
