@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from ..parallel.groups import Group
-from ..parallel.topology import BACKENDS
 
 # What all backends carry. Raw 16-bit data travels as bfloat16 or bytes, never as int16, which gloo and NCCL lack.
 WIRE_DTYPES = (
@@ -42,14 +41,6 @@ ENVIRONMENT = {
 }
 _POSITIVE = ("NCCL_BUFFSIZE", "HCCL_BUFFSIZE", "HCCL_CONNECT_TIMEOUT")
 _NOT_NEGATIVE = ("HCCL_EXEC_TIMEOUT",)
-
-
-def backend_for(device: str) -> str:
-    """gloo, nccl or hccl for a device such as cpu, cuda:1 or npu."""
-    kind = device.split(":")[0]
-    if kind not in BACKENDS:
-        raise ValueError(f"device is {device!r}, allowed: {sorted(BACKENDS)}")
-    return BACKENDS[kind]
 
 
 def check_wire(dtype: torch.dtype, what: str) -> None:

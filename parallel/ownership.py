@@ -59,7 +59,7 @@ def request_owner(slot: int, tp: int, slots_per_rank: int) -> int:
     return equal_owner(slot, tp, tp * slots_per_rank, "request slots")
 
 
-def band_length(rows: int, tp: int) -> int:
+def even_band(rows: int, tp: int) -> int:
     """Least band length that holds all rows of a tensor group: ceil(rows / tp)."""
     if rows < 0 or tp < 1:
         raise ValueError(f"rows is {rows} and tp is {tp}, allowed: rows from 0 and tp from 1")
@@ -80,14 +80,14 @@ def band_owner(group_row: int, tp: int, local_t: int) -> tuple[int, int]:
 def row_slice(tp_rank: int, tp: int, rows: int) -> slice:
     """The part of `rows` real rows that falls into a tp_rank's band of ceil(rows / tp); late bands may be short."""
     _check_index(tp_rank, tp, "owner of rows")
-    length = band_length(rows, tp)
+    length = even_band(rows, tp)
     return slice(min(tp_rank * length, rows), min((tp_rank + 1) * length, rows))
 
 
 def row_owner(row: int, tp: int, rows: int) -> int:
     """Inverse of `row_slice`."""
     _check_index(row, rows, "rows")
-    return row // band_length(rows, tp)
+    return row // even_band(rows, tp)
 
 
 def _share(parts: int, total: int, what: str) -> int:

@@ -260,12 +260,6 @@ def test_a_gather_says_that_it_carries_no_gradient(ranks):
     )
 
 
-def test_backend_for_a_device():
-    assert [backend.backend_for(d) for d in ("cpu", "cuda:1", "npu")] == ["gloo", "nccl", "hccl"]
-    with pytest.raises(ValueError, match="'tpu'"):
-        backend.backend_for("tpu")
-
-
 @pytest.mark.parametrize(
     ("name", "variables", "words"),
     [

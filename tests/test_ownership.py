@@ -48,7 +48,7 @@ def test_ragged_rows_cover_once_and_fit_the_band(tp, count):
     rows = list(range(count))
     bands = [rows[own.row_slice(tp_rank, tp, count)] for tp_rank in range(tp)]
     assert [row for band in bands for row in band] == rows
-    assert max(len(band) for band in bands) == own.band_length(count, tp)
+    assert max(len(band) for band in bands) == own.even_band(count, tp)
     assert all(row in bands[own.row_owner(row, tp, count)] for row in rows)
 
 
@@ -67,7 +67,7 @@ def test_known_values():
         (lambda: own.vocab_owner(96, 2, 96), "allowed: 0 to 95"),
         (lambda: own.vocab_owner(-1, 2, 96), "index into vocabulary rows is -1"),
         (lambda: own.output_group_slice(3, 3, 6), "allowed: 0 to 2"),
-        (lambda: own.band_length(-1, 2), "rows is -1"),
+        (lambda: own.even_band(-1, 2), "rows is -1"),
     ],
 )
 def test_refusals(call, words):
