@@ -12,7 +12,7 @@ SAMPLING := --temperature 0.6 --top-p 0.95 --seed 3 --max-new-tokens 96
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
-demo: $(VENV)/.test-installed  ## write text with the bundled sample on four local ranks
+demo: $(VENV)/.installed  ## write text with the bundled sample on four local ranks
 	$(BIN)/meshspark generate --tp 2 --ep 4 --prompt 'class Reader' $(SAMPLING)
 
 test: $(VENV)/.test-installed  ## the tests that CI runs
@@ -39,7 +39,11 @@ $(VENV)/.torch-installed: constraints.txt
 	$(PIP) install --quiet -c constraints.txt torch
 	touch $@
 
-$(VENV)/.test-installed: $(VENV)/.torch-installed pyproject.toml
+$(VENV)/.installed: $(VENV)/.torch-installed pyproject.toml
+	$(PIP) install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.test-installed: $(VENV)/.installed
 	$(PIP) install --quiet -c constraints.txt -e '.[test]'
 	touch $@
 

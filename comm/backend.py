@@ -7,7 +7,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ..parallel.group import Call
 from ..parallel.groups import Group
+from . import local
 
 # What all backends carry. Raw 16-bit data travels as bfloat16 or bytes, never as int16, which gloo and NCCL lack.
 WIRE_DTYPES = (
@@ -68,8 +70,13 @@ def check_environment(
     return present
 
 
-def all_gather(output: torch.Tensor, rows: torch.Tensor, group: Group) -> None:
+def all_gather(call: Call, output: torch.Tensor, rows: torch.Tensor) -> None:
     """Every rank's contiguous `rows` into `output`, by rank."""
+    group = call.group
+    if group.transport == "local":
+        local.gather(call, output, rows)
+        return
+    compare(call)
     if output.device.type != "cpu":
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(output, rows, group=group.process_group)
@@ -89,25 +96,34 @@ def _direct_gather(output: torch.Tensor, rows: torch.Tensor, group: Group) -> No
 
 
 def all_to_all(
-    output: torch.Tensor,
-    rows: torch.Tensor,
-    received: Sequence[int],
-    sent: Sequence[int],
-    group: Group,
+    call: Call, output: torch.Tensor, rows: torch.Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> None:
     """Contiguous `rows`, cut into `sent` rows by destination, into `output`, `received` rows by source."""
-    dist.all_to_all_single(output, rows, list(received), list(sent), group=group.process_group)
+    if call.group.transport == "local":
+        local.exchange(call, output, rows, sent)
+        return
+    compare(call)
+    dist.all_to_all_single(output, rows, list(received), list(sent), group=call.group.process_group)
 
 
-def send_bytes(data: torch.Tensor, group: Group) -> None:
-    """Send one tensor to every other rank of a CPU group."""
-    peers = [peer for peer in range(group.size) if peer != group.rank]
-    wait_all([dist.isend(data, group=group.process_group, group_dst=peer) for peer in peers], group)
+def broadcast(call: Call, data: torch.Tensor, source: int) -> bytes:
+    """The bytes of the uint8 tensor of group rank `source` of a CPU group, whose length is that of all others'."""
+    group = call.group
+    if group.transport == "local":
+        return local.broadcast(call, data.numpy().tobytes(), source, len(data))
+    compare(call)
+    if group.rank == source:
+        peers = [peer for peer in range(group.size) if peer != group.rank]
+        wait_all([dist.isend(data, group=group.process_group, group_dst=peer) for peer in peers], group)
+    else:
+        wait_all([dist.irecv(data, group=group.process_group, group_src=source)], group)
+    return data.numpy().tobytes()
 
 
-def receive_bytes(data: torch.Tensor, source: int, group: Group) -> None:
-    """Receive what `send_bytes` of rank `source` of the group sends."""
-    wait_all([dist.irecv(data, group=group.process_group, group_src=source)], group)
+def compare(call: Call) -> None:
+    """Have the group's control compare the call with all ranks before the backend moves data; nothing without one."""
+    if call.group.control is not None and call.group.check != "off":
+        call.group.control.check(call)
 
 
 def wait_all(works: Sequence[dist.Work | None], group: Group) -> None:

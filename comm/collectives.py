@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from ..parallel.group import cpu_tensor
 from ..parallel.groups import Group
-from . import backend
+from ..parallel.signature import Signature
+from . import backend, local
 
 
 def all_gather_rows(x: torch.Tensor, group: Group, *, stage: str) -> torch.Tensor:
@@ -26,8 +28,8 @@ def all_gather_rows(x: torch.Tensor, group: Group, *, stage: str) -> torch.Tenso
         raise ValueError(f"x of stage {stage} needs a gradient, which all_gather_rows does not carry; detach it")
     rows = x.detach().contiguous()
     out = rows.new_empty((group.size * rows.shape[0], *rows.shape[1:]))
-    with group.call("all_gather_rows", stage, **_figures(rows, group.size - 1)):
-        backend.all_gather(out, rows, group)
+    with group.call(_signature("all_gather_rows", stage, rows, group.size - 1)) as call:
+        backend.all_gather(call, out, rows)
     return out
 
 
@@ -54,6 +56,62 @@ def exchange_rows(
     return _exchange(x.detach(), group, send_counts, recv_counts, stage)
 
 
+def view_gathered_rows(x: torch.Tensor, group: Group, *, stage: str) -> torch.Tensor:
+    """As `all_gather_rows`, for readers: where ranks share memory the result is that memory, not a copy of it.
+
+    It must not be written, and holds only until the group's next exchange.
+    """
+    if group.size == 1 or group.transport != "local":
+        return all_gather_rows(x, group, stage=stage)
+    _check_rows(x, "x")
+    rows = x.detach().contiguous()
+    with group.call(_signature("all_gather_rows", stage, rows, group.size - 1)) as call:
+        return local.gather_view(call, rows)
+
+
+def reduce_scatter_rows(x: torch.Tensor, group: Group, *, stage: str) -> torch.Tensor:
+    """The sum over ranks of the rows for each rank, [size * T, ...] -> [T, ...]: rows by destination rank.
+
+    Added one rank after the other from rank 0 on, in FP32 or a wider dtype of x, and rounded once to x's dtype. x is
+    floating point and has the same shape on all ranks. No gradient crosses.
+    """
+    _check_rows(x, "x")
+    if x.shape[0] % group.size or not x.dtype.is_floating_point:
+        raise ValueError(
+            f"x is {x.dtype} with {x.shape[0]} rows, allowed: floating point, rows divisible by {group.size} ranks"
+        )
+    if group.size == 1:
+        return x
+    rows = x.detach().contiguous()
+    count = rows.shape[0] // group.size
+    wide = torch.promote_types(x.dtype, torch.float32)
+    signature = _signature("reduce_scatter_rows", stage, rows, 1)
+    total = rows.new_empty((count, *rows.shape[1:]), dtype=wide)
+    if local.can_reduce(group, rows):
+        with group.call(signature) as call:
+            local.reduce(call, total, rows)
+        return total.to(x.dtype)
+    parts = exchange_rows(rows, group, [count] * group.size, [count] * group.size, stage=stage)
+    pieces = parts.view(group.size, *total.shape)
+    total.copy_(pieces[0])
+    for piece in pieces[1:]:
+        total += piece
+    return total.to(x.dtype)
+
+
+def all_reduce_rows(x: torch.Tensor, group: Group, *, stage: str) -> torch.Tensor:
+    """The sum over ranks of x, of any shape with rows, on every rank: order and dtype as `reduce_scatter_rows`."""
+    if group.size == 1:
+        return x
+    flat = x.detach().reshape(-1)
+    share = -(-flat.numel() // group.size)
+    padded = flat if share * group.size == flat.numel() else flat.new_zeros(share * group.size)
+    if padded is not flat:
+        padded[: flat.numel()] = flat
+    summed = reduce_scatter_rows(padded.view(group.size * share, 1), group, stage=stage)
+    return all_gather_rows(summed, group, stage=stage).reshape(-1)[: flat.numel()].view(x.shape)
+
+
 def exchange_counts(counts: torch.Tensor, group: Group, *, stage: str) -> torch.Tensor:
     """What every rank announces to this one, int64 [size, ...] -> int64 [size, ...]: by source rank.
 
@@ -77,16 +135,10 @@ def broadcast_bytes(payload: bytes | None, group: Group, source: int, *, length:
         raise ValueError(f"payload has {None if payload is None else len(payload)} bytes, announced are {length}")
     if group.size == 1 or length == 0:
         return payload if payload is not None else b""
-    data = torch.zeros(length, dtype=torch.uint8)
-    if mine and payload is not None:
-        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    data = cpu_tensor(payload) if mine and payload is not None else torch.zeros(length, dtype=torch.uint8)
     sent = length * (group.size - 1) if mine else 0
-    with group.call("broadcast_bytes", stage, dtype="uint8", rows=1, columns=length, sent_bytes=sent):
-        if mine:
-            backend.send_bytes(data, group)
-        else:
-            backend.receive_bytes(data, source, group)
-    return data.numpy().tobytes()
+    with group.call(Signature("broadcast_bytes", stage, "uint8", source, length, moved=sent)) as call:
+        return backend.broadcast(call, data, source)
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -113,10 +165,10 @@ def _exchange(
 ) -> torch.Tensor:
     rows = x.contiguous()
     out = rows.new_empty((sum(recv_counts), *rows.shape[1:]))
-    figures = _figures(rows, 1)
-    figures["splits"] = tuple(send_counts)
-    with group.call("exchange_rows", stage, **figures):
-        backend.all_to_all(out, rows, recv_counts, send_counts, group)
+    signature = _signature("exchange_rows", stage, rows, 1)
+    signature = signature._replace(send=tuple(send_counts), received=tuple(recv_counts))
+    with group.call(signature) as call:
+        backend.all_to_all(call, out, rows, recv_counts, send_counts)
     return out
 
 
@@ -131,8 +183,6 @@ def _check_counts(counts: Sequence[int], group: Group, what: str) -> None:
         raise ValueError(f"{what} is {list(counts)}, allowed: {group.size} numbers from 0")
 
 
-def _figures(rows: torch.Tensor, copies: int) -> dict[str, Any]:
-    columns = prod(rows.shape[1:])
-    size = rows.numel() * rows.element_size() * copies
+def _signature(op: str, stage: str, rows: torch.Tensor, copies: int) -> Signature:
     dtype = str(rows.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "rows": rows.shape[0], "columns": columns, "sent_bytes": size}
+    return Signature(op, stage, dtype, rows.shape[0], prod(rows.shape[1:]), moved=rows.nbytes * copies)

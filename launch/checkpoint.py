@@ -10,7 +10,7 @@ from rich.table import Table
 from ..models.checkpoint.inventory import Inventory, format_inventory, inventory, preset_inventory
 from ..models.checkpoint.synthetic import synthesize
 from ..models.v4.config import flash, flash_dspark, tiny
-from .flags import STANDARD_OUTPUT, FlagParser
+from .flags import STANDARD_OUTPUT, FlagParser, check_json
 from .output import people, show, write_json
 from .worker import run_main
 
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _act(argv: Sequence[str] | None) -> int:
     args = parser().parse_args(argv)
+    check_json(args.json)
     return _inspect(args) if args.verb == "inspect" else _synthesize(args)
 
 

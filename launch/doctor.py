@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+from ..parallel.topology import BACKENDS
 from .flags import FlagParser, RunFlags, add_common
 from .output import people, show, two_columns, write_json
 from .worker import (
@@ -22,7 +23,11 @@ from .worker import (
 )
 
 PACKAGES = ("meshspark", "torch", "torch-npu", "numpy", "safetensors", "tokenizers", "msgpack", "rich", "transformers")
-EXCHANGE_SECONDS = 120
+TRIAL_RANKS = 2
+START_SECONDS = 60
+"""For two processes to import torch; the waits of the trial itself end by --timeout."""
+MOST_SECONDS = 1e6
+"""What an operating system's wait can take."""
 SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
 
 
@@ -56,7 +61,7 @@ def _act(argv: Sequence[str] | None) -> int:
     if place is not None and place.rank > 0:
         return 0
     flags = resolve_here(args)
-    found = examine(flags)
+    found = examine(flags, flags.topology.world if place is None else place.local_world)
     write_json(flags.json, found.to_json())
     out = people(flags.json)
     show(out, *(two_columns(title, rows) for title, rows in found.sections.items()))
@@ -68,8 +73,8 @@ def _act(argv: Sequence[str] | None) -> int:
     return 1 if found.broken else 0
 
 
-def examine(flags: RunFlags) -> Findings:
-    """All checks; those that need torch only if it can be imported."""
+def examine(flags: RunFlags, local_ranks: int) -> Findings:
+    """All checks; those that need torch only if it can be imported. local_ranks: the ranks of this machine."""
     found = Findings()
     found.sections["versions"] = {"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}}
     found.sections["environment"] = shown_environment() or {"(none of the variables that matter)": ""}
@@ -78,12 +83,15 @@ def examine(flags: RunFlags) -> Findings:
         found.broken.append(problem)
         return found
     found.sections["backends"] = _backends()
-    found.sections["devices"] = _devices(flags)
+    found.sections["devices"] = _devices(flags, local_ranks)
     try:
-        check_machine(flags, flags.topology.world)
+        check_machine(flags, local_ranks)
     except ValueError as wrong:
         found.broken.append(str(wrong))
-    found.sections["checks"] = {"row independence": _row_independence(found), "two ranks": _two_ranks(found)}
+    found.sections["checks"] = {
+        f"row independence, {flags.numerics}": _row_independence(flags, found),
+        "two ranks": _two_ranks(flags, found),
+    }
     return found
 
 
@@ -124,7 +132,7 @@ def _backends() -> dict[str, str]:
     return {name: "available" if there else "not available" for name, there in available.items()}
 
 
-def _devices(flags: RunFlags) -> dict[str, str]:
+def _devices(flags: RunFlags, local_ranks: int) -> dict[str, str]:
     import torch
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -134,42 +142,74 @@ def _devices(flags: RunFlags) -> dict[str, str]:
         "cuda": str(device_count("cuda")),
         "npu": str(device_count("npu")),
     }
-    for local_rank in range(flags.topology.world):
+    for local_rank in range(local_ranks):
         rows[f"local rank {local_rank}"] = flags.device.of(local_rank)
     return rows
 
 
-def _row_independence(found: Findings) -> str:
+def _row_independence(flags: RunFlags, found: Findings) -> str:
+    """The self-check's verdict in the dtypes of --numerics. It tries the CPU's products."""
     import torch
 
+    from ..models.numerics import numerics
     from ..models.selfcheck import row_independence
 
-    verdict: dict[str, Any] = {}
+    mode = numerics(flags.numerics)
+    if mode.activation == torch.float64:
+        return "not tried: float64 promises no equal bits"
     with torch.no_grad():
-        verdict = row_independence()
+        verdict = row_independence(modes=(mode,))
+    where = "" if flags.device.kind == "cpu" else f" on the CPU; of {flags.device.kind} nothing is promised"
     if verdict["holds"]:
-        return "holds"
+        return f"holds{where}"
     found.notes.append(
         "products on this machine give a row other bits in other company, so ids may differ at ties between "
         f"batches and topologies: {'; '.join(verdict['details'][:3])}"
     )
-    return "does not hold"
+    return f"does not hold{where}"
 
 
-def _two_ranks(found: Findings) -> str:
-    """Two ranks over gloo in processes of their own, told from their exit code."""
-    command = [sys.executable, "-P", "-m", "meshspark.launch.exchange", "--ranks", "2", "--timeout", "30"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=EXCHANGE_SECONDS, env=unranked_environment()
+def trial_device(flags: RunFlags) -> tuple[str, str]:
+    """(--device of two ranks, why it is not the one asked for): the first two devices, or the CPU where there are none.
+
+    gloo tries the host's side of a job on devices too.
+    """
+    import torch.distributed as dist
+
+    kind, ids = flags.device.kind, flags.device.ids
+    if kind == "cpu":
+        return "cpu", ""
+    present = device_count(kind)
+    wanted = tuple(range(TRIAL_RANKS)) if ids is None else ids[:TRIAL_RANKS]
+    if not dist.is_backend_available(flags.backend):
+        return "cpu", f"{flags.backend} was not tried: this torch has none"
+    if len(wanted) < TRIAL_RANKS or max(wanted) >= present:
+        return "cpu", (
+            f"{flags.backend} was not tried: two ranks need {TRIAL_RANKS} devices, but --device is {flags.device} and "
+            f"this process sees {present}"
         )
+    return f"{kind}:{','.join(map(str, wanted))}", ""
+
+
+def _two_ranks(flags: RunFlags, found: Findings) -> str:
+    """Two ranks in processes of their own, told from their exit code."""
+    device, why_not = trial_device(flags)
+    backend = BACKENDS[device.partition(":")[0]]
+    wait = min(flags.timeout, MOST_SECONDS)
+    seconds = START_SECONDS + 2 * wait
+    options = ["--ranks", str(TRIAL_RANKS), "--device", device, "--timeout", str(wait), "--seed", str(flags.seed)]
+    command = [sys.executable, "-P", "-m", "meshspark.launch.exchange", *options]
+    if why_not:
+        found.notes.append(why_not)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=unranked_environment())
     except subprocess.TimeoutExpired:
-        found.broken.append(f"two ranks over gloo did not end within {EXCHANGE_SECONDS} s")
+        found.broken.append(f"two ranks over {backend} did not end within {seconds:.0f} s")
         return "hang"
     if done.returncode:
-        found.broken.append(f"two ranks over gloo failed: {(done.stderr or done.stdout).strip()[-2000:]}")
+        found.broken.append(f"two ranks over {backend} failed: {(done.stderr or done.stdout).strip()[-2000:]}")
         return "failed"
-    return "every exchange bit-equal over gloo"
+    return f"every exchange bit-equal over {backend} on {device}"
 
 
 if __name__ == "__main__":

@@ -15,53 +15,69 @@ from .worker import resolve_here, run_main
 
 MODULE = "meshspark.launch.exchange"
 ROWS, COLUMNS = 3, 8
+SHIFTS = 1 << 16
+"""Distinct values of a seed's shift: those of 16 bits."""
+NO_EFFECT = ("numerics", "json")
+"""Common flags that would change nothing here: the patterns are bits, and the result is the exit code."""
 STAGE = "exchange trial"
 
 
-def stamp(source: int, destination: int, device: str) -> torch.Tensor:
-    """Rows [3, 8] in bfloat16 that name who sent them to whom; no two pairs below 90 ranks share a value."""
-    values = torch.arange(ROWS * COLUMNS, dtype=torch.int32) + 1 + 32 * (source + 1) + 977 * (destination + 1)
+def stamp(source: int, destination: int, device: str, seed: int = 0) -> torch.Tensor:
+    """Rows [3, 8] in bfloat16 that name who sent them to whom; no two pairs below 90 ranks share a row.
+
+    The seed shifts all values, so that trials with other seeds move other bits.
+    """
+    first = 1 + 32 * (source + 1) + 977 * (destination + 1) + seed % SHIFTS
+    values = torch.arange(ROWS * COLUMNS, dtype=torch.int32) + first
     return values.to(torch.int16).view(torch.bfloat16).view(ROWS, COLUMNS).to(device)
 
 
-def try_exchanges(groups: Groups) -> None:
+def try_exchanges(groups: Groups, seed: int = 0) -> None:
     """Every exchange once over the world. TransportError names the first whose result is wrong. All ranks call it."""
-    trials: dict[str, Callable[[Groups], tuple[torch.Tensor, torch.Tensor]]] = {
+    trials: dict[str, Callable[[Groups, int], tuple[torch.Tensor, torch.Tensor]]] = {
         "all_gather_rows": _gather,
         "exchange_counts": _counts,
         "exchange_rows": _rows,
         "broadcast_bytes": _broadcast,
     }
     for op, trial in trials.items():
-        result, expected = trial(groups)
+        result, expected = trial(groups, seed)
         if not same_bits(result.cpu(), expected.cpu()):
             raise groups.world.error(TransportError, "ended without an error, but its result is wrong", op, STAGE)
 
 
-def _gather(groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(groups: Groups, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     device, world = groups.device, groups.topology.world
-    result = all_gather_rows(stamp(groups.rank, 0, device), groups.world, stage=STAGE)
-    return result, torch.cat([stamp(source, 0, device) for source in range(world)])
+    result = all_gather_rows(stamp(groups.rank, 0, device, seed), groups.world, stage=STAGE)
+    return result, torch.cat([stamp(source, 0, device, seed) for source in range(world)])
 
 
-def _counts(groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-    world = groups.topology.world
-    counts = torch.tensor([100 * groups.rank + peer + 1 for peer in range(world)], device=groups.device)
+def _counts(groups: Groups, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    world, first = groups.topology.world, 1 + seed % SHIFTS
+    counts = torch.tensor([100 * groups.rank + peer + first for peer in range(world)], device=groups.device)
     result = exchange_counts(counts, groups.world, stage=STAGE)
-    return result, torch.tensor([100 * source + groups.rank + 1 for source in range(world)])
+    return result, torch.tensor([100 * source + groups.rank + first for source in range(world)])
 
 
-def _rows(groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(groups: Groups, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     device, world = groups.device, groups.topology.world
-    sent = torch.cat([stamp(groups.rank, peer, device) for peer in range(world)])
+    sent = torch.cat([stamp(groups.rank, peer, device, seed) for peer in range(world)])
     result = exchange_rows(sent, groups.world, [ROWS] * world, [ROWS] * world, stage=STAGE)
-    return result, torch.cat([stamp(source, groups.rank, device) for source in range(world)])
+    return result, torch.cat([stamp(source, groups.rank, device, seed) for source in range(world)])
 
 
-def _broadcast(groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-    message = bytes(range(256))
+def _broadcast(groups: Groups, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    message = bytes((value + seed) % 256 for value in range(256))
     result = broadcast_bytes(message, groups.control, 0, length=len(message), stage=STAGE)
-    return torch.frombuffer(bytearray(result), dtype=torch.uint8), torch.arange(256).to(torch.uint8)
+    expected = (torch.arange(256) + seed % 256) % 256
+    return torch.frombuffer(bytearray(result), dtype=torch.uint8), expected.to(torch.uint8)
+
+
+def parser() -> FlagParser:
+    """The trial's flags."""
+    flags = FlagParser(prog="python -m meshspark.launch.exchange", description=__doc__, allow_abbrev=False)
+    add_common(flags, NO_EFFECT)
+    return flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,10 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _act(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = FlagParser(prog="python -m meshspark.launch.exchange", description=__doc__, allow_abbrev=False)
-    add_common(parser)
-    flags = resolve_here(parser.parse_args(arguments))
-    return run_job(MODULE, arguments, flags, try_exchanges)
+    flags = resolve_here(parser().parse_args(arguments))
+    return run_job(MODULE, arguments, flags, lambda groups: try_exchanges(groups, flags.seed))
 
 
 if __name__ == "__main__":

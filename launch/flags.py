@@ -1,15 +1,19 @@
 """The flags that mean the same in every verb, and what they resolve to. Imports no torch."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from ..parallel.topology import BACKENDS, Topology
 
 NUMERICS = ("float64", "float32", "bfloat16")
 LATER_NUMERICS = ("w8a8",)
 STANDARD_OUTPUT = "-"
+TRANSPORTS = ("auto", "torch", "local")
+CHECKS = ("auto", "signature", "sampled", "off")
 LIMITS = {"world": 1 << 20, "ids": 1 << 16}
 
 
@@ -64,6 +68,9 @@ class RunFlags:
     numerics: str
     seed: int
     json: str | None = None
+    transport: str = "auto"
+    check: str = "auto"
+    control: Path | None = None
 
     def facts(self) -> dict[str, str | int | float]:
         """What must be equal on all ranks."""
@@ -75,35 +82,60 @@ class RunFlags:
             "timeout": self.timeout,
             "numerics": self.numerics,
             "seed": self.seed,
+            "transport": self.transport,
+            "check": self.check,
         }
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """Add the common flags to a verb's parser."""
+COMMON: dict[str, dict[str, Any]] = {
+    "ranks": {"type": int, "help": "ranks to start here; not under torchrun (default: --ep, --tp or 1)"},
+    "tp": {"type": int, "help": "ranks of a tensor and context group (default: 1)"},
+    "ep": {"type": int, "help": "ranks of an expert group (default: all)"},
+    "backend": {"choices": sorted(BACKENDS.values()), "help": "default: the device's own"},
+    "device": {"default": "cpu", "help": "cpu, cuda or npu, with ids if wanted: cuda:0,1"},
+    "timeout": {"type": float, "default": 60.0, "help": "seconds that a rank waits for another (default: %(default)s)"},
+    "transport": {
+        "default": "auto",
+        "choices": TRANSPORTS,
+        "help": "how CPU ranks of one host move rows: shared memory (local) or gloo (torch) (default: %(default)s)",
+    },
+    "check": {
+        "default": "auto",
+        "choices": CHECKS,
+        "help": "compare every call between ranks before data moves, or one in 64; off leaves a mistake to the "
+        "backend, which may abort or return wrong sums (default: signature on one host's CPUs, else sampled)",
+    },
+    "control": {
+        "type": Path,
+        "metavar": "DIR",
+        "help": "folder of the control pages, for `meshspark diagnose` (default: a private temporary one)",
+    },
+    "numerics": {"default": "float32", "choices": NUMERICS + LATER_NUMERICS, "help": "dtypes (default: %(default)s)"},
+    "seed": {"type": int, "default": 0, "help": "seed of everything random (default: %(default)s)"},
+    "json": {
+        "nargs": "?",
+        "const": STANDARD_OUTPUT,
+        "metavar": "FILE",
+        "help": "write JSON to FILE, or to standard output and the tables to standard error",
+    },
+}
+"""Common flag -> what argparse needs to know of it."""
+
+
+def add_common(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
+    """Add the common flags to a parser, but for those that would have no effect there; these keep their defaults."""
     group = parser.add_argument_group("common flags")
-    group.add_argument("--ranks", type=int, help="ranks to start here; not under torchrun (default: --ep, --tp or 1)")
-    group.add_argument("--tp", type=int, help="ranks of a tensor and context group (default: 1)")
-    group.add_argument("--ep", type=int, help="ranks of an expert group (default: all)")
-    group.add_argument("--backend", choices=sorted(BACKENDS.values()), help="default: the device's own")
-    group.add_argument("--device", default="cpu", help="cpu, cuda or npu, with ids if wanted: cuda:0,1")
-    group.add_argument(
-        "--timeout", type=float, default=60.0, help="seconds that a rank waits for another (default: 60)"
-    )
-    group.add_argument(
-        "--numerics", default="float32", choices=NUMERICS + LATER_NUMERICS, help="dtypes (default: float32)"
-    )
-    group.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
-    group.add_argument(
-        "--json",
-        nargs="?",
-        const=STANDARD_OUTPUT,
-        metavar="FILE",
-        help="write JSON to FILE, or to standard output and the tables to standard error",
-    )
+    for name, options in COMMON.items():
+        if name in leave_out:
+            parser.set_defaults(**{name: options.get("default")})
+        else:
+            group.add_argument(f"--{name}", **options)
 
 
-def resolve(args: argparse.Namespace, world_size: int | None = None, local_ranks: int | None = None) -> RunFlags:
-    """The run that the flags ask for; world_size and local_ranks are torchrun's, None where it did not start us.
+def resolve(
+    args: argparse.Namespace, world_size: int | None = None, local_ranks: int | None = None, rank: int | None = None
+) -> RunFlags:
+    """The run that the flags ask for; world_size, local_ranks and rank are torchrun's, None where it did not start us.
 
     ValueError naming the equation, the values and what is legal.
     """
@@ -119,7 +151,69 @@ def resolve(args: argparse.Namespace, world_size: int | None = None, local_ranks
     own = BACKENDS[device.kind]
     if args.backend not in (None, own):
         raise ValueError(f"--backend is {args.backend}, but --device {device} moves its rows with {own}")
-    return RunFlags(topology, own, device, args.timeout, args.numerics, args.seed, args.json)
+    # The file is rank 0's; the folder need not exist on the other machines.
+    if rank == 0 or world_size is None:
+        check_json(args.json)
+    if args.transport == "local" and device.kind != "cpu":
+        raise ValueError(f"--transport is local, which moves CPU rows, but --device is {device}")
+    if args.control is not None and args.control.exists() and not args.control.is_dir():
+        raise ValueError(f"--control is {args.control}, allowed: a folder, or one that can be made")
+    return RunFlags(
+        topology,
+        own,
+        device,
+        args.timeout,
+        args.numerics,
+        args.seed,
+        args.json,
+        args.transport,
+        args.check,
+        args.control,
+    )
+
+
+def check_json(target: str | None) -> None:
+    """ValueError where --json's file could not be written. Makes and changes nothing."""
+    if target is None or target == STANDARD_OUTPUT:
+        return
+    path = Path(target)
+    try:
+        folder = path.resolve().parent
+        if path.is_dir():
+            problem = "is a folder"
+        elif path.exists():
+            problem = "" if os.access(path, os.W_OK) else "may not be written"
+        elif not folder.is_dir():
+            problem = f"cannot be made, for the folder {folder} does not exist"
+        else:
+            problem = "" if os.access(folder, os.W_OK | os.X_OK) else f"cannot be made, for {folder} may not be written"
+    except (OSError, RuntimeError) as unusual:
+        problem = f"cannot be looked at: {unusual}"
+    if problem:
+        raise ValueError(
+            f"--json is {target!r}, which {problem}; allowed: a file in a folder that exists and may be written, or "
+            f"nothing (or {STANDARD_OUTPUT}) for standard output"
+        )
+
+
+def check_range(flag: str, value: float, least: float, most: float) -> None:
+    """FlagError unless least <= value <= most; not a number is refused too."""
+    if not least <= value <= most:
+        raise FlagError(f"{flag} is {value}, allowed: {least:,} to {most:,}")
+
+
+def require_alone(flags: RunFlags, verb: str) -> None:
+    """FlagError naming the common flag that a verb of one process on the CPU, in float32, could only ignore."""
+    given: dict[str, object] = {"ranks (world)": flags.topology.world, "device": str(flags.device)}
+    given |= {"timeout": flags.timeout, "numerics": flags.numerics}
+    alone: dict[str, object] = {"ranks (world)": 1, "device": "cpu"}
+    alone |= {name: COMMON[name]["default"] for name in ("timeout", "numerics")}
+    for name, value in given.items():
+        if value != alone[name]:
+            raise FlagError(
+                f"--{name} is {value}, but {verb} is one process on the CPU that computes in float32 and waits for no "
+                f"other; allowed: {alone[name]}"
+            )
 
 
 def resolve_topology(ranks: int | None, tp: int | None, ep: int | None, world_size: int | None = None) -> Topology:

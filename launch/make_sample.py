@@ -1,20 +1,26 @@
 """Train the bundled sample and write it: `python -m meshspark.launch.make_sample`."""
 
-import argparse
+import json
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any, TextIO
 
 import torch
 
+from .flags import FlagError, FlagParser, add_common, check_range, require_alone
+from .output import people, write_json
 from .sample_data import is_held_out, sample_config, source_files, token_stream, train_tokenizer
 from .sample_train import Trainer, TrainSettings
+from .worker import resolve_here, run_main
 
 SAVE_SECONDS = 180.0
 VALIDATE_STEPS = 300
+LEAST_MINUTES, MOST_MINUTES = 0.01, 1e6
+MOST_THREADS, MOST_STEPS = 1024, 1_000_000
 
 
 class _Stop:
@@ -45,14 +51,28 @@ def prepare(work: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return token_stream(tokenizer, texts, config), token_stream(tokenizer, held_out, config)
 
 
-def train(work: Path, settings: TrainSettings, log_every: int) -> Trainer:
+def check_seed(work: Path, seed: int) -> None:
+    """FlagError if the work folder's run was begun with another seed; a new run's is noted there."""
+    path = work / "seed.json"
+    if not (work / "state.safetensors").exists():
+        work.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(seed), encoding="utf-8")
+    # Runs without a note are of the default seed.
+    begun = json.loads(path.read_text(encoding="utf-8")) if path.exists() else TrainSettings.seed
+    if begun != seed:
+        raise FlagError(f"--seed is {seed}, but the run in {work} was begun with {begun!r}; allowed: that one")
+
+
+def train(work: Path, settings: TrainSettings, log_every: int, out: TextIO) -> Trainer:
     """Train until the time budget is used up or a signal comes; resumes what the work folder holds."""
     stop = _Stop()
     stream, held_out = prepare(work)
     trainer = Trainer(sample_config(), settings, stream)
     if (work / "state.safetensors").exists():
         trainer.restore(work)
-    print(f"{len(stream)} training tokens, {len(held_out)} held out; at step {trainer.step_number}", flush=True)
+    print(
+        f"{len(stream)} training tokens, {len(held_out)} held out; at step {trainer.step_number}", file=out, flush=True
+    )
     saved = time.monotonic()
     while trainer.progress < 1 and not stop.asked:
         trainer.step()
@@ -63,10 +83,12 @@ def train(work: Path, settings: TrainSettings, log_every: int) -> Trainer:
             print(
                 f"step {step} loss {sum(recent) / len(recent):.3f} rate {trainer.rate():.3f} "
                 f"tokens/s {tokens / trainer.seconds:.0f} done {trainer.progress:.1%}",
+                file=out,
                 flush=True,
             )
         if step % VALIDATE_STEPS == 0:
-            print(f"step {step} held-out loss {trainer.validate(held_out, stored=False):.3f}", flush=True)
+            loss = trainer.validate(held_out, stored=False)
+            print(f"step {step} held-out loss {loss:.3f}", file=out, flush=True)
         if time.monotonic() - saved > SAVE_SECONDS:
             trainer.save(work)
             saved = time.monotonic()
@@ -74,23 +96,62 @@ def train(work: Path, settings: TrainSettings, log_every: int) -> Trainer:
     return trainer
 
 
+def parser() -> FlagParser:
+    """The verb's flags."""
+    flags = FlagParser(prog="meshspark make-sample", description=__doc__, allow_abbrev=False)
+    flags.add_argument("--work", type=Path, required=True, help="folder of the run: state, tokenizer, loss curve")
+    flags.add_argument(
+        "--minutes", type=float, default=TrainSettings.minutes, help="budget over all runs (default: %(default)s)"
+    )
+    flags.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    flags.add_argument("--log-every", type=int, default=20, help="steps between log lines (default: 20)")
+    flags.add_argument("--output", type=Path, default=None, help="write the checkpoint and its report here at the end")
+    flags.add_argument("--docs", type=Path, default=None, help="folder of the loss curve (default: that of --output)")
+    add_common(flags)
+    # The bundled sample was made with this one.
+    flags.set_defaults(seed=TrainSettings.seed)
+    return flags
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="meshspark make-sample", description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder of the run: state, tokenizer, loss curve")
-    parser.add_argument("--minutes", type=float, default=TrainSettings.minutes, help="time budget over all runs")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--log-every", type=int, default=20, help="steps between log lines")
-    parser.add_argument("--output", type=Path, default=None, help="write the checkpoint and its report here at the end")
-    parser.add_argument("--docs", type=Path, default=None, help="folder of the loss curve (default: that of --output)")
-    args = parser.parse_args(argv)
+    """Exit code: 0, or 2 for wrong flags or a folder that cannot be used."""
+    return run_main("make-sample", _act, argv)
+
+
+def _act(argv: Sequence[str] | None) -> int:
+    args = parser().parse_args(argv)
+    flags = resolve_here(args)
+    require_alone(flags, "make-sample")
+    check_range("--minutes", args.minutes, LEAST_MINUTES, MOST_MINUTES)
+    check_range("--threads", args.threads, 1, MOST_THREADS)
+    check_range("--log-every", args.log_every, 1, MOST_STEPS)
+    if args.docs is not None and args.output is None:
+        raise FlagError(f"--docs is {str(args.docs)!r}, but without --output no loss curve is written; give both")
+    try:
+        check_seed(args.work, flags.seed)
+    except OSError as problem:
+        raise ValueError(f"--work is {str(args.work)!r}, which cannot be used: {problem}") from problem
     torch.set_num_threads(args.threads)
-    settings = TrainSettings(minutes=args.minutes)
-    trainer = train(args.work, settings, args.log_every)
-    if args.output is not None and trainer.progress >= 1:
+    settings = TrainSettings(minutes=args.minutes, seed=flags.seed)
+    trainer = train(args.work, settings, args.log_every, people(flags.json))
+    written = args.output is not None and trainer.progress >= 1
+    if written:
         from .sample_report import write_sample
 
         write_sample(trainer, args.work, args.output, docs=args.docs)
+    write_json(flags.json, summary(trainer, written))
     return 0
+
+
+def summary(trainer: Trainer, written: bool) -> dict[str, Any]:
+    """The result for --json, but for its schema."""
+    return {
+        "step": trainer.step_number,
+        "seconds": trainer.seconds,
+        "progress": trainer.progress,
+        "loss": trainer.curve[-1][1] if trainer.curve else None,
+        "written": written,
+    }
 
 
 if __name__ == "__main__":

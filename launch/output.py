@@ -20,15 +20,21 @@ def people(json_target: str | None) -> TextIO:
 
 
 def write_json(json_target: str | None, data: Mapping[str, Any]) -> None:
-    """Write {"schema": 1, **data} where --json says; nothing without the flag."""
+    """Write {"schema": 1, **data} where --json says; nothing without the flag. ValueError if that fails."""
     if json_target is None:
         return
     text = json.dumps({"schema": SCHEMA, **data}, indent=2) + "\n"
-    if json_target == STANDARD_OUTPUT:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    else:
-        Path(json_target).write_text(text, encoding="utf-8")
+    try:
+        if json_target == STANDARD_OUTPUT:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        else:
+            Path(json_target).write_text(text, encoding="utf-8")
+    except BrokenPipeError:
+        # A reader that has gone is no fault of the flag.
+        raise
+    except OSError as problem:
+        raise ValueError(f"--json is {json_target!r}, which could not be written: {problem}") from problem
 
 
 def show(stream: TextIO, *tables: Table) -> None:

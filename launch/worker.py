@@ -83,7 +83,7 @@ def resolve_here(args: argparse.Namespace) -> RunFlags:
     """The common flags as they hold for the place of this process. ValueError as `read_place`, FlagError else."""
     place = read_place()
     try:
-        return resolve(args, *((place.world, place.local_world) if place else (None, None)))
+        return resolve(args, *((place.world, place.local_world, place.rank) if place else (None, None, 0)))
     except ValueError as problem:
         raise FlagError(str(problem)) from problem
 
@@ -225,32 +225,52 @@ def _leave(place: Place, code: int) -> int:
 
 
 def _start(place: Place, flags: RunFlags, facts: Mapping[str, str | int | float]) -> Any:
+    from ..comm.connect import Connections, Wish
     from ..parallel.groups import Groups
 
     device = flags.device.of(place.local_rank)
+    job_folder = _job_folder(place)
+    own = None if job_folder is None else job_folder / "control"
+    connections = Connections(Wish(flags.transport, flags.check, flags.control or own))
     if flags.device.kind != "cpu":
         import torch
 
         getattr(torch, flags.device.kind).set_device(device)
-    return Groups.start(
+    groups = Groups.start(
         flags.topology,
         rank=place.rank,
         backend=flags.backend,
         device=device,
         timeout=flags.timeout,
         facts=facts,
-        store=_private_store(place),
+        store=None if job_folder is None else _file_store(job_folder, place.world),
+        connections=connections,
     )
+    if place.rank == 0 and place.world > 1:
+        _tell_connections(connections, flags)
+    return groups
 
 
-def _private_store(place: Place) -> Any:
-    """Where the ranks of our own launcher meet: a file beside their error files, private to the user; else None."""
-    if not (place.spoken_for and place.error_file):
-        return None
+def _tell_connections(connections: Any, flags: RunFlags) -> None:
+    """What a user may want to know of how the ranks are connected, on standard error."""
+    if connections.host is not None:
+        print(f"note: control pages are in {connections.host.folder}", file=sys.stderr)
+    else:
+        print(f"note: rows move with {flags.backend}: {connections.note}", file=sys.stderr)
+    if flags.check == "off":
+        print(f"note: with --check off a mismatch may abort {flags.backend} or give wrong sums", file=sys.stderr)
+
+
+def _job_folder(place: Place) -> Path | None:
+    """The folder of our own launcher, private to the user, which removes it at the end; else None."""
+    return Path(place.error_file).parents[3] if place.spoken_for and place.error_file else None
+
+
+def _file_store(folder: Path, world: int) -> Any:
+    """Where the ranks of our own launcher meet."""
     import torch.distributed as dist
 
-    folder = Path(place.error_file).parents[3]
-    return dist.FileStore(str(folder / "ranks"), place.world)
+    return dist.FileStore(str(folder / "ranks"), world)
 
 
 def report(place: Place, problem: BaseException, *, usage: bool = False) -> None:

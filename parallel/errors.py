@@ -1,10 +1,16 @@
 """The ways in which an exchange between ranks fails."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 
 class CommError(RuntimeError):
-    """Base of all exchange failures: says which call failed and which world ranks it concerned."""
+    """Base of all exchange failures: says which call failed and which world ranks it concerned.
+
+    signatures: the latest calls of every rank whose control page could be read, oldest first.
+    """
+
+    signatures: Mapping[int, tuple[str, ...]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -23,11 +29,11 @@ class CommError(RuntimeError):
 
 
 class RankDied(CommError):
-    """A peer's connection closed. `ranks` are the group's ranks: the dead one is among them or broke with it."""
+    """A peer's connection closed. `ranks`: the one that died where that is known, else the group's ranks."""
 
 
 class CollectiveTimeout(CommError):
-    """A peer did not arrive within the group's time."""
+    """A peer did not arrive within the group's time. `ranks`: those missing where that is known, else the group's."""
 
 
 class CollectiveMismatch(CommError):

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 
 from .errors import CommError, TransportError, error_kind, first_line
-from .group import Group, Health
+from .group import Group, Health, Wiring
 from .ledger import Ledger
 from .preflight import Fact, compare_facts
 from .topology import Topology
@@ -16,6 +17,16 @@ from .topology import Topology
 IDLE_SECONDS = 365.0 * 24 * 3600
 
 __all__ = ["Group", "Groups", "Health", "IDLE_SECONDS"]
+
+
+class Connections(Wiring, Protocol):
+    """What connects ranks beside the backend; made by a floor above, ended with the groups."""
+
+    def told(self) -> Mapping[str, Fact]:
+        """What this rank tells all others when they meet."""
+
+    def connect(self, groups: "Groups") -> None:
+        """Equip new groups. Collective over the world."""
 
 
 @dataclass(eq=False)
@@ -38,6 +49,8 @@ class Groups:
     ledger: Ledger
     health: Health
     store: dist.Store | None = None
+    told: tuple[dict[str, Fact], ...] = ()
+    connections: Connections | None = None
     owns_world: bool = True
     closed: bool = False
 
@@ -66,6 +79,7 @@ class Groups:
         store: dist.Store | None = None,
         facts: Mapping[str, Fact] | None = None,
         ledger: Ledger | None = None,
+        connections: Connections | None = None,
     ) -> "Groups":
         """Start torch.distributed and make every group, in one order on all ranks, `timeout` seconds on each.
 
@@ -84,13 +98,17 @@ class Groups:
         # A store may outlive several starts: a number of its own keeps their keys apart.
         store = dist.PrefixStore(f"meshspark{store.add(f'meshspark/starts/{rank}', 1)}", store)
         ends = timedelta(seconds=timeout)
-        compare_facts(store, topology, rank, facts or {}, timeout=timeout)
+        own = None if connections is None else connections.told()
+        told = compare_facts(store, topology, rank, facts or {}, told=own, timeout=timeout)
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=topology.world, timeout=ends)
         except RuntimeError as problem:
             raise _start_error(problem, topology) from problem
         try:
-            return _Maker(topology, rank, backend, device, timeout, ledger or Ledger(), store=store).make()
+            maker = _Maker(
+                topology, rank, backend, device, timeout, ledger or Ledger(), store, tuple(told), connections
+            )
+            return maker.make()
         except BaseException:
             dist.destroy_process_group()
             raise
@@ -106,8 +124,8 @@ class Groups:
         assert self.store is not None, "a world of several ranks met in a store"
         store = dist.PrefixStore(f"derived{self.store.add(f'derived/{self.rank}', 1)}", self.store)
         compare_facts(store, topology, self.rank, facts or {}, timeout=self.world.timeout)
-        maker = _Maker(topology, self.rank, self.backend, self.device, self.world.timeout, self.ledger, store=store)
-        return maker.make(self)
+        own = (self.rank, self.backend, self.device, self.world.timeout, self.ledger)
+        return _Maker(topology, *own, store, self.told, self.connections).make(self)
 
     def close(self) -> None:
         """End the groups; without effect when called again. Waits for nobody.
@@ -120,6 +138,8 @@ class Groups:
         failure = self.health.failure or TransportError("the groups are closed", ranks=self.world.ranks)
         if self.owns_world:
             self.health.failure = failure
+            if self.connections is not None:
+                self.connections.close()
             if self.world.process_group is not None and dist.is_initialized():
                 dist.destroy_process_group()
         else:
@@ -160,6 +180,8 @@ class _Maker:
     timeout: float
     ledger: Ledger
     store: dist.Store | None = None
+    told: tuple[dict[str, Fact], ...] = ()
+    connections: Connections | None = None
     health: Health = field(default_factory=Health)
 
     def single(self) -> Groups:
@@ -175,6 +197,7 @@ class _Maker:
             control = world
             if self.backend != "gloo":
                 control = self._group("control", everyone, self._new(everyone, "gloo"), device="cpu")
+                world.side = control.process_group
         else:
             self.health = base.health
             world, control = self._adopt(base.world), self._adopt(base.control)
@@ -184,7 +207,11 @@ class _Maker:
             front = self._adopt(base.front)
         tp = self._sub_groups("tp", self.topology.tp_groups())
         ep = self._sub_groups("ep", self.topology.ep_groups())
-        return self._groups(world, tp, ep, control, front, base is None)
+        groups = self._groups(world, tp, ep, control, front, base is None)
+        if self.connections is not None:
+            self.connections.connect(groups)
+            self.health.wiring = self.connections
+        return groups
 
     def _groups(self, world: Group, tp: Group, ep: Group, control: Group, front: Group, owns: bool) -> Groups:
         return Groups(
@@ -200,15 +227,20 @@ class _Maker:
             self.ledger,
             self.health,
             self.store,
+            self.told,
+            self.connections,
             owns,
         )
 
     def _sub_groups(self, name: str, members: tuple[tuple[int, ...], ...]) -> Group:
         mine: Group | None = None
         for ranks in members:
-            process_group = self._new(ranks, self.backend) if len(ranks) > 1 else None
+            several = len(ranks) > 1
+            process_group = self._new(ranks, self.backend) if several else None
+            side = self._new(ranks, "gloo") if several and self.backend != "gloo" else None
             if self.rank in ranks:
                 mine = self._group(name, ranks, process_group)
+                mine.side = side
         assert mine is not None
         return mine
 
@@ -233,7 +265,9 @@ class _Maker:
             topology=self.topology,
             device=self.device if device is None else device,
             health=self.health,
+            number=self.health.made,
         )
+        self.health.made += 1
         self.health.groups.append(group)
         return group
 

@@ -1,6 +1,7 @@
 """Ways to damage a checkpoint folder: name -> (what to do, what the error must say)."""
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -100,6 +101,25 @@ def repeated_key(header):
     return json.dumps(header).encode()[:-1] + f', "{name}": {json.dumps(header[name])}}}'.encode()
 
 
+def first(**values):
+    """The first tensor's entry with these values instead."""
+    return lambda header: header[by_offset(header)[0]].update(values)
+
+
+def as_text(old, new):
+    """The header's text with the first tensor's `old` key holding `new` verbatim."""
+
+    def change(header):
+        header[by_offset(header)[0]][old] = "HERE"
+        return json.dumps(header).replace('"HERE"', new).encode()
+
+    return change
+
+
+def metadata(value):
+    return lambda header: header.update(__metadata__=value)
+
+
 def cut(folder, keep):
     path = sorted(folder.glob("*.safetensors"))[-1]
     path.write_bytes(path.read_bytes()[:keep])
@@ -141,6 +161,46 @@ def set_table(row, values):
         return table
 
     return put(GATE, make)
+
+
+def replaced_by(name, make):
+    """Something else in the place of a file: make(path)."""
+
+    def change(folder):
+        (folder / name).unlink()
+        make(folder / name)
+
+    return change
+
+
+def ring(path):
+    other = path.with_name("ring")
+    other.symlink_to(path)
+    path.symlink_to(other)
+
+
+def write(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def tokenizer(**values):
+    return lambda folder: edit_json(folder / "tokenizer.json", **values)
+
+
+def masked_beyond(folder):
+    """A word beyond the vocabulary under the name of an added token whose id is fine."""
+    path = folder / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    raw["model"]["vocab"][raw["added_tokens"][0]["content"]] = 9999
+    path.write_text(json.dumps(raw))
+
+
+def sparse(name, size):
+    def change(folder):
+        with (folder / name).open("r+b") as file:
+            file.truncate(size)
+
+    return change
 
 
 def tokenizer_beyond(folder):
@@ -200,6 +260,24 @@ HEADER_FAULTS = {
     "header is a list": (lambda f: edit_header(f, lambda h: b"[1]"), "allowed: an object"),
     "header nests without end": (lambda f: edit_header(f, lambda h: b"[" * 200_000), "header: not JSON"),
     "name twice in a header": (lambda f: edit_header(f, repeated_key), "names repeated"),
+    "dtype is a number": (lambda f: edit_header(f, first(dtype=7)), "dtype 7, allowed"),
+    "dtype nests deeply": (lambda f: edit_header(f, as_text("dtype", "[" * 800 + "]" * 800)), "dtype .*, allowed"),
+    "shape is an object": (lambda f: edit_header(f, first(shape={})), "shape {}, allowed"),
+    "shape of a truth": (lambda f: edit_header(f, first(shape=[True])), r"shape \[True\], allowed"),
+    "shape of NaN": (lambda f: edit_header(f, as_text("shape", "[NaN]")), r"shape \[nan\], allowed"),
+    "shape of thousands of digits": (
+        lambda f: edit_header(f, as_text("shape", f"[{'9' * 4000}, {'9' * 4000}]")),
+        "shape .an integer of 13288 bits.*, allowed",
+    ),
+    "digits without end": (lambda f: edit_header(f, as_text("shape", f"[{'9' * 5000}]")), "header: not JSON"),
+    "shape of many sizes": (lambda f: edit_header(f, first(shape=[1 << 40] * 100_000)), "shape .*at most 8 whole"),
+    "offsets of many": (lambda f: edit_header(f, first(data_offsets=[1] * 100_000)), "data_offsets .*allowed"),
+    "one offset": (lambda f: edit_header(f, first(data_offsets=[0])), "data_offsets .*, allowed: two"),
+    "offsets turned about": (lambda f: edit_header(f, first(data_offsets=[64, 0])), "has -64 bytes"),
+    "entry is text": (lambda f: edit_header(f, lambda h: h.update(x="y")), "header entry of x is no object"),
+    "metadata of numbers": (lambda f: edit_header(f, metadata({"format": 1})), "__metadata__ is .*, allowed"),
+    "metadata is a list": (lambda f: edit_header(f, metadata([1])), "__metadata__ is .*, allowed"),
+    "header is no UTF-8": (lambda f: edit_header(f, lambda h: b'{"\xff": 1}'), "header: not JSON"),
 }
 INDEX_FAULTS = {
     "shard absent": (lambda f: sorted(f.glob("*.safetensors"))[1].unlink(), "00002-of-.*absent"),
@@ -216,6 +294,21 @@ INDEX_FAULTS = {
     "folder as shard": (lambda f: [(f / "sub").mkdir(), point(lambda f: "sub")(f)], "not a file"),
     "shard is no name": (point(lambda f: 7), "-> 7, allowed: a file name"),
     "symlink out of the folder": (leaving_symlink, "leads out of the folder"),
+    "symlinks in a ring": (replaced_by("model-00002-of-00004.safetensors", ring), "00002-of.*absent"),
+    "pipe as shard": (replaced_by("model-00002-of-00004.safetensors", os.mkfifo), "00002-of.*not a file"),
+    "shard name no file can have": (point(lambda f: "\ud800.safetensors"), "allowed: plain file names"),
+    "shard name that moves the cursor": (point(lambda f: "\x1b[2J"), "allowed: plain file names"),
+    "shard name without end": (point(lambda f: "x" * 5000), "shard x{200}... of the index is absent"),
+    "empty shard name": (point(lambda f: ""), "allowed: plain file names"),
+    "pipe as index": (replaced_by(INDEX, os.mkfifo), "index.json: not a file"),
+    "folder as index": (replaced_by(INDEX, Path.mkdir), "index.json: not a file"),
+    "index maps to a list": (write(INDEX, '{"weight_map": ["a"]}'), "weight_map is absent or empty"),
+    "index maps to null": (write(INDEX, '{"weight_map": null}'), "weight_map is absent or empty"),
+    "index nests deeply": (
+        write(INDEX, f'{{"weight_map": {{"a": {"[" * 800}{"]" * 800}}}}}'),
+        "a -> .*, allowed: a file name",
+    ),
+    "index of thousands of digits": (write(INDEX, f'{{"weight_map": {"9" * 5000}}}'), "index.json: not JSON"),
     "index not JSON": (lambda f: (f / INDEX).write_text("{"), "not JSON"),
     "index is a list": (lambda f: (f / INDEX).write_text("[]"), "allowed: an object"),
     "index without a map": (lambda f: (f / INDEX).write_text("{}"), "weight_map is absent"),
@@ -272,8 +365,41 @@ VALUE_FAULTS = {
     "hash table repeats": (set_table(9, [3, 3]), "repeats an expert in the row of token 9"),
     "eos beyond the vocabulary": (lambda f: edit_json(f / "config.json", eos_token_id=264), "eos_token_id is 264"),
     "noise beyond the vocabulary": (dspark(dspark_noise_token_id=264), "dspark_noise_token_id is 264"),
-    "target layer beyond the model": (dspark(dspark_target_layer_ids=[5]), "dspark_target_layer_ids holds 5"),
+    "target layer beyond the model": (dspark(dspark_target_layer_ids=[5]), r"dspark_target_layer_ids\[0\] is 5"),
     "tokenizer beyond the vocabulary": (tokenizer_beyond, "tokenizer.json: ids beyond the vocabulary"),
+    "tokenizer of nothing": (write("tokenizer.json", "{}"), "tokenizer.json: model.vocab is None, allowed"),
+    "tokenizer not JSON": (write("tokenizer.json", "hello"), "tokenizer.json: not JSON"),
+    "tokenizer is a list": (write("tokenizer.json", "[]"), "tokenizer.json: a JSON list, allowed: an object"),
+    "tokenizer without words": (tokenizer(model={"vocab": {}}), "tokenizer.json: model.vocab is {}, allowed"),
+    "tokenizer's model is a list": (tokenizer(model=[1]), "tokenizer.json: model.vocab is None, allowed"),
+    "tokenizer of truths": (tokenizer(model={"vocab": {"a": True}}), "beyond the vocabulary.*'a' True"),
+    "tokenizer adds a text": (tokenizer(added_tokens="x"), "added_tokens is 'x', allowed"),
+    "tokenizer hides a word beyond": (masked_beyond, "ids beyond the vocabulary.* 9999"),
+    "tokenizer too large": (sparse("tokenizer.json", (128 << 20) + 1), "134217729 bytes, allowed: at most 134217728"),
+    "tokenizer leads nowhere": (
+        replaced_by("tokenizer.json", lambda p: p.symlink_to("gone")),
+        "tokenizer.json: cannot be read",
+    ),
+    "pipe as config": (replaced_by("config.json", os.mkfifo), "config.json: not a file"),
+    "config too large": (sparse("config.json", (1 << 20) + 1), "1048577 bytes, allowed: at most 1048576"),
+    "config nests without end": (write("config.json", '{"a":' * 100_000), "config.json: not JSON"),
+    "config nests deeply": (
+        lambda f: edit_json(f / "config.json", expert_dtype=json.loads("[" * 800 + "]" * 800)),
+        "config.json: expert_dtype is .*, allowed: .'fp4'",
+    ),
+    "config of thousands of digits": (write("config.json", f'{{"a": {"9" * 5000}}}'), "config.json: not JSON"),
+    "config of too many layers": (
+        lambda f: edit_json(f / "config.json", num_hidden_layers=10**7),
+        "num_hidden_layers is 10000000, allowed: a whole number from 1 to 1024",
+    ),
+    "config with a list for an object": (
+        lambda f: edit_json(f / "config.json", quantization_config=[1]),
+        r"config.json: quantization_config is \[1\], allowed",
+    ),
+    "width that FP4 cannot pack": (
+        lambda f: edit_json(f / "config.json", moe_intermediate_size=33),
+        "moe_intermediate_size is 33, allowed with fp4 experts: multiples of 32",
+    ),
     "config absent": (lambda f: (f / "config.json").unlink(), "config.json: cannot be read"),
     "config not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: not JSON"),
     "config of nonsense": (lambda f: edit_json(f / "config.json", hidden_size="x"), "config.json: hidden_size"),

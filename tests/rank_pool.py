@@ -143,9 +143,14 @@ class RankPool:
         self._start()
         return [rank.process.pid for rank in self._ranks]
 
-    def run(self, topology: Topology, target: str, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
-        """Results of target(groups, **kwargs) by rank. RankFailure, with what each rank said, otherwise."""
-        answers = self._ask(topology, target, timeout, (), kwargs)
+    def run(
+        self, topology: Topology, target: str, timeout: float = 60.0, *, transport: str = "local", **kwargs: Any
+    ) -> list[Any]:
+        """Results of target(groups, **kwargs) by rank. RankFailure, with what each rank said, otherwise.
+
+        transport: how the groups of several ranks move rows, "local" or "torch".
+        """
+        answers = self._ask(topology, target, timeout, (), kwargs, transport)
         failures = [f"rank {rank}:\n{answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
         if failures:
             said = [f"rank {rank.rank} printed:\n{rank.output()}" for rank in self._ranks if rank.output().strip()]
@@ -154,10 +159,17 @@ class RankPool:
         return [answer["result"] for answer in answers]
 
     def run_surviving(
-        self, topology: Topology, target: str, dead: tuple[int, ...], timeout: float = 60.0, **kwargs: Any
+        self,
+        topology: Topology,
+        target: str,
+        dead: tuple[int, ...],
+        timeout: float = 60.0,
+        *,
+        transport: str = "local",
+        **kwargs: Any,
     ) -> list[Any]:
         """As `run` where the ranks in `dead` end without an answer: None for them. The pool starts anew after it."""
-        answers = self._ask(topology, target, timeout, dead, kwargs)
+        answers = self._ask(topology, target, timeout, dead, kwargs, transport)
         wrong = {rank: a["error"] for rank, a in enumerate(answers) if "error" in a and rank not in dead}
         alive = [rank for rank in dead if "result" in answers[rank]]
         self.kill()
@@ -166,7 +178,13 @@ class RankPool:
         return [answer.get("result") for answer in answers]
 
     def _ask(
-        self, topology: Topology, target: str, timeout: float, dead: tuple[int, ...], kwargs: dict[str, Any]
+        self,
+        topology: Topology,
+        target: str,
+        timeout: float,
+        dead: tuple[int, ...],
+        kwargs: dict[str, Any],
+        transport: str,
     ) -> list[dict[str, Any]]:
         if topology.world != self.size:
             raise ValueError(f"topology has world {topology.world}, this pool has {self.size} ranks")
@@ -174,6 +192,7 @@ class RankPool:
         module, function = target.split(":")
         sizes = [topology.world, topology.tp, topology.ep]
         request = {"topology": sizes, "module": module, "function": function, "kwargs": kwargs}
+        request["transport"] = transport
         try:
             for rank in self._ranks:
                 _send(rank.sink, request)
@@ -269,6 +288,7 @@ def _base_groups(rank: int, world: int, timeout: float, source: BinaryIO, sink: 
 
     import torch.distributed as dist
 
+    from meshspark.comm.connect import Connections, Wish
     from meshspark.parallel.groups import Groups
 
     if world == 1:
@@ -280,7 +300,15 @@ def _base_groups(rank: int, world: int, timeout: float, source: BinaryIO, sink: 
     else:
         store = dist.TCPStore("127.0.0.1", _receive(source)["port"], world, False, timeout=ends)
     topology = Topology(world, 1, world)
-    return Groups.start(topology, rank=rank, backend="gloo", device="cpu", timeout=timeout, store=store)
+    return Groups.start(
+        topology,
+        rank=rank,
+        backend="gloo",
+        device="cpu",
+        timeout=timeout,
+        store=store,
+        connections=Connections(Wish("local")),
+    )
 
 
 def _answer(request: dict[str, Any], base: Any, cache: dict[Topology, Any]) -> dict[str, Any]:
@@ -288,8 +316,11 @@ def _answer(request: dict[str, Any], base: Any, cache: dict[Topology, Any]) -> d
         topology = Topology(*request["topology"])
         if topology not in cache:
             cache[topology] = base.derive(topology)
+        groups = cache[topology]
+        for group in (groups.world, groups.tp, groups.ep, groups.control, groups.front):
+            group.transport = request["transport"] if group.size > 1 else "torch"
         function = getattr(importlib.import_module(request["module"]), request["function"])
-        result = function(cache[topology], **request["kwargs"])
+        result = function(groups, **request["kwargs"])
         msgpack.packb(result)
     except Exception:
         return {"error": traceback.format_exc()}

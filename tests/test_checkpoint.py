@@ -22,7 +22,9 @@ from meshspark.models.checkpoint.verify import open_checkpoint, read_config
 from meshspark.models.checkpoint.writer import write_checkpoint
 from meshspark.models.numerics import BFLOAT16, FLOAT32, FLOAT64, MODES
 from meshspark.models.v4.config import DSparkFields, flash, tiny, tiny_thirds
+from meshspark.models.v4.model import Model
 from meshspark.models.v4.quant import encode
+from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
 SEED = 11
@@ -102,6 +104,12 @@ def test_a_topology_must_divide_the_model(base):
         share.require(Topology(4, 4, 4), 1)
     with pytest.raises(ValueError, match=r"rank 1.*rank 2"):
         share.require(Topology(4, 2, 4), 2)
+
+
+def test_a_model_refuses_the_share_of_another_topology(base):
+    _, share = load_weights(base, Topology(4, 2, 4), 0, FLOAT32)
+    with pytest.raises(ValueError, match=r"world=4, tp=2, ep=4.* but is used with .*world=1, tp=1, ep=1"):
+        Model(tiny(), share, Groups.single(), FLOAT32)
 
 
 def test_random_values_are_far_from_neutral_and_survive_storage():
@@ -389,8 +397,6 @@ def test_a_fault_that_one_rank_sees_fails_on_all(ranks, base, tmp_path):
 
 
 def test_one_rank_alone_takes_the_same_way(base, folder):
-    from meshspark.parallel.groups import Groups
-
     config, share = load_on_all_ranks(base, Groups.single(), FLOAT32)
     assert_equal_weights(share, random_weights(config, SEED, FLOAT32))
     faults.plant("missing", folder)

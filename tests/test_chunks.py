@@ -1,6 +1,8 @@
 """Chunks, splits and company do not matter: rows, caches and ids are those of one call."""
 
 import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +11,12 @@ from test_verify import restore
 
 from meshspark.layouts.bits import same_bits
 from meshspark.layouts.rows import RequestRows
+from meshspark.models.checkpoint.synthetic import random_weights
+from meshspark.models.numerics import FLOAT32
 from meshspark.models.v4.caches import CacheShape, poison
+from meshspark.models.v4.config import tiny
+from meshspark.models.v4.model import Model
+from meshspark.parallel.groups import Groups
 
 MODE = "float32"
 PRESET = "tiny"
@@ -52,10 +59,12 @@ def equal_dumps(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
 
 
-def test_chunks_of_any_size_give_one_calls_bits() -> None:
+@pytest.mark.parametrize("small", [(), pytest.param((1, 3), marks=pytest.mark.slow)])
+def test_chunks_of_any_size_give_one_calls_bits(small: tuple[int, ...]) -> None:
+    """With the caches, the tokens that follow are the same too."""
     tokens = text(1)
     draw = random.Random(9)
-    sizes = [[n] * (LENGTH // n + 1) for n in (31, 32, 33, 127, 128, 129, 300)]
+    sizes = [[n] * (LENGTH // n + 1) for n in (31, 32, 33, 127, 128, 129, 300, *small)]
     sizes.append([draw.randrange(1, 40) for _ in range(40)])
     want = twin_logits(PRESET, MODE, tokens)
     logits, dumps = drive([(tokens, chunks) for chunks in sizes])
@@ -64,10 +73,14 @@ def test_chunks_of_any_size_give_one_calls_bits() -> None:
         assert equal_dumps(dump, dumps[6]), chunks[:3]
 
 
-def test_every_split_of_64_tokens_pools_the_same_entries() -> None:
+SPLITS = (*range(1, 9), 15, 16, 17, 31, 32, 33, 59, 60, 61, 62, 63, 64)
+
+
+@pytest.mark.parametrize("firsts", [SPLITS, pytest.param(range(1, 65), marks=pytest.mark.slow)])
+def test_every_split_of_64_tokens_pools_the_same_entries(firsts: Sequence[int]) -> None:
     """A ratio-4 entry pools eight positions however its window was cut, entry 0 its four."""
     tokens = text(2, 64)
-    splits = [[k, *[1] * (64 - k)] for k in (*range(1, 9), 15, 16, 17, 31, 32, 33, 59, 60, 61, 62, 63, 64)]
+    splits = [[k, *[1] * (64 - k)] for k in firsts]
     logits, dumps = drive([(tokens, split) for split in splits])
     want = twin_logits(PRESET, MODE, tokens)
     for split, got, dump in zip(splits, logits, dumps, strict=True):
@@ -133,3 +146,50 @@ def test_a_missing_page_is_refused_before_anything_is_read() -> None:
         caches.admit(0, 64)
     caches.release(0)
     caches.check_integrity()
+
+
+def test_a_request_beyond_what_was_admitted_is_refused_not_clipped() -> None:
+    model = single_model(PRESET, MODE)
+    caches = model.make_caches(CacheShape(1, CONTEXT, 8))
+    caches.admit(0, 64)
+    model.plan([RequestRows(0, 56, text(1, 8), asked=(7,))], caches)
+    with pytest.raises(ValueError, match="no mapped page to be written"):
+        model.plan([RequestRows(0, 64, text(1, 1), asked=(0,))], caches)
+
+
+@pytest.fixture
+def nan_workspaces() -> Iterator[None]:
+    """Memory that nobody wrote is NaN, so that whoever reads beyond what a step gathered sees it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert bool(torch.empty(5).isnan().all())
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_long_mixed_contexts_read_nothing_that_was_not_written(nan_workspaces: None) -> None:
+    """4K to 8K positions side by side: raw and compressed lengths are never taken for each other."""
+    config = replace(tiny(), max_position_embeddings=16384)
+    model = Model(config, dict(random_weights(config, 7, FLOAT32)), Groups.single(), FLOAT32)
+    lengths, last = (4096, 5120, 8192), 3
+    prompts = [text(60 + i, n + last) for i, n in enumerate(lengths)]
+    caches = model.make_caches(CacheShape(len(lengths), max(lengths) + last, 1024))
+    poison(caches)
+    permute_pages(caches, 1)
+    for slot, prompt in enumerate(prompts):
+        caches.admit(slot, len(prompt))
+    for start in range(0, max(lengths), 1024):
+        rows = [RequestRows(s, start, p[start : start + 1024]) for s, p in enumerate(prompts) if start < lengths[s]]
+        model.forward(model.plan(rows, caches), caches)
+    got = []
+    for step in range(last):
+        rows = [
+            RequestRows(s, n + step, [prompts[s][n + step]], kind="decode", asked=(0,)) for s, n in enumerate(lengths)
+        ]
+        logits = model.forward(model.plan(rows, caches), caches).logits
+        assert logits is not None and bool(logits.isfinite().all())
+        got.append(logits)
+    for slot, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
+        want = model.forward(model.plan([RequestRows(0, 0, prompt, asked=range(length, length + last))])).logits
+        assert want is not None and same_bits(torch.stack(got)[:, slot], want)

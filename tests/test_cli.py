@@ -8,7 +8,8 @@ from importlib import metadata
 
 import pytest
 
-from meshspark.launch import bench, checkpoint, cli, doctor, generate
+from meshspark.benchmarks import decode
+from meshspark.launch import bench, checkpoint, cli, doctor, exchange, generate, make_sample
 
 COMMON = ["--backend", "--device", "--ep", "--json", "--numerics", "--ranks", "--seed", "--timeout", "--tp"]
 GENERATE = ["--chat", "--checkpoint", "--max-new-tokens", "--prompt", "--prompt-file", "--stop", "--temperature"]
@@ -28,6 +29,11 @@ def _flags(parser):
 def test_flags_are_frozen():
     assert _flags(generate.parser()) == sorted([*COMMON, *GENERATE, "--top-p"])
     assert _flags(doctor.parser()) == COMMON
+    assert _flags(exchange.parser()) == [flag for flag in COMMON if flag not in ("--json", "--numerics")]
+    own = ["--docs", "--log-every", "--minutes", "--output", "--threads", "--work"]
+    assert _flags(make_sample.parser()) == sorted([*COMMON, *own])
+    own = ["--checkpoint", "--new-tokens", "--prompt-tokens", "--prompts", "--rounds", "--threads"]
+    assert _flags(decode.parser()) == sorted([*COMMON, *own])
     assert _flags(checkpoint.parser()) == [
         "inspect --json",
         "inspect --preset",
@@ -102,9 +108,20 @@ def test_inspect_needs_something(capsys):
 
 
 def _doctor(monkeypatch, exchange_code):
-    monkeypatch.setattr("meshspark.models.selfcheck.row_independence", lambda: {"holds": True, "details": []})
-    ended = subprocess.CompletedProcess([], exchange_code, "", "rank 1 died")
-    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: ended)
+    """The doctor without its trials; the list of the commands that it would have run, with their time limits."""
+    modes, commands = [], []
+
+    def independent(modes_tried):
+        modes.extend(modes_tried)
+        return {"holds": True, "details": []}
+
+    def run(command, **options):
+        commands.append((command, options["timeout"]))
+        return subprocess.CompletedProcess([], exchange_code, "", "rank 1 died")
+
+    monkeypatch.setattr("meshspark.models.selfcheck.row_independence", lambda modes: independent(modes))
+    monkeypatch.setattr(doctor.subprocess, "run", run)
+    return modes, commands
 
 
 def test_doctor_says_all_well(monkeypatch, capsys):
@@ -114,7 +131,7 @@ def test_doctor_says_all_well(monkeypatch, capsys):
     assert cli.main(["doctor", "--json", "--ranks", "2"]) == 0
     out = capsys.readouterr()
     result = json.loads(out.out)
-    assert result["schema"] == 1 and result["ok"] and result["checks"]["row independence"] == "holds"
+    assert result["schema"] == 1 and result["ok"] and result["checks"]["row independence, float32"] == "holds"
     assert result["versions"]["torch"] and result["backends"]["gloo"] == "available"
     assert result["devices"]["local rank 1"] == "cpu"
     assert result["environment"]["NCCL_DEBUG"] == "INFO" and "hidden" not in out.out + out.err
@@ -124,6 +141,75 @@ def test_doctor_ends_with_1_if_something_is_broken(monkeypatch, capsys):
     _doctor(monkeypatch, 1)
     assert cli.main(["doctor"]) == 1
     assert "broken: two ranks over gloo failed: rank 1 died" in capsys.readouterr().out
+
+
+def _option(command, flag):
+    return command[command.index(flag) + 1]
+
+
+def test_doctor_tries_what_its_flags_say(monkeypatch, capsys):
+    modes, commands = _doctor(monkeypatch, 0)
+    assert cli.main(["doctor", "--numerics", "bfloat16", "--timeout", "7", "--seed", "11", "--backend", "gloo"]) == 0
+    assert [mode.name for mode in modes] == ["bfloat16"]
+    ((command, limit),) = commands
+    assert (_option(command, "--timeout"), _option(command, "--seed")) == ("7.0", "11")
+    assert _option(command, "--device") == "cpu" and 14 < limit < 100
+    out = capsys.readouterr().out
+    assert "row independence, bfloat16" in out and "bit-equal over gloo on cpu" in out
+    assert exchange.parser().parse_args(command[command.index("--ranks") :]).seed == 11
+
+
+def test_doctor_promises_nothing_in_float64(monkeypatch, capsys):
+    modes, _ = _doctor(monkeypatch, 0)
+    assert cli.main(["doctor", "--numerics", "float64"]) == 0
+    assert not modes and "not tried: float64 promises no equal bits" in capsys.readouterr().out
+
+
+def test_a_long_time_limit_is_one_that_a_wait_can_take(monkeypatch):
+    _, commands = _doctor(monkeypatch, 0)
+    assert cli.main(["doctor", "--timeout", "9e8"]) == 0
+    assert commands[0][1] * 1000 < 2**31
+
+
+@pytest.mark.parametrize(
+    ("device", "present", "tried", "noted"),
+    [
+        ("cuda", 2, "cuda:0,1", ""),
+        ("cuda:3,1,0", 4, "cuda:3,1", ""),
+        (
+            "cuda",
+            1,
+            "cpu",
+            "nccl was not tried: two ranks need 2 devices, but --device is cuda and this process sees 1",
+        ),
+        ("cuda:3", 4, "cpu", "nccl was not tried: two ranks need 2 devices, but --device is cuda:3"),
+        ("npu", 2, "cpu", "hccl was not tried: this torch has none"),
+    ],
+)
+def test_doctor_tries_the_first_two_devices_or_says_why_not(monkeypatch, capsys, device, present, tried, noted):
+    _, commands = _doctor(monkeypatch, 0)
+    monkeypatch.setattr(doctor, "device_count", lambda kind: present)
+    monkeypatch.setattr("meshspark.launch.worker.device_count", lambda kind: present)
+    monkeypatch.setattr("torch.distributed.is_backend_available", lambda name: name != "hccl")
+    assert cli.main(["doctor", "--device", device]) == 0
+    assert _option(commands[0][0], "--device") == tried
+    out = capsys.readouterr().out
+    assert noted in out and ("not tried" in out) == bool(noted)
+    assert f"over {'gloo' if tried == 'cpu' else 'nccl'} on {tried}" in out
+    assert f"of {device.partition(':')[0]} nothing is promised" in out
+
+
+def test_doctor_looks_at_the_devices_of_its_own_machine_alone(monkeypatch, capsys):
+    """Under torchrun over two machines of two devices each, ranks 2 and 3 have theirs elsewhere."""
+    _doctor(monkeypatch, 0)
+    monkeypatch.setattr(doctor, "device_count", lambda kind: 2)
+    monkeypatch.setattr("meshspark.launch.worker.device_count", lambda kind: 2)
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "a", "MASTER_PORT": 1}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    assert cli.main(["doctor", "--device", "cuda:0,1", "--json"]) == 0
+    devices = json.loads(capsys.readouterr().out)["devices"]
+    assert [name for name in devices if name.startswith("local rank")] == ["local rank 0", "local rank 1"]
 
 
 def test_doctor_explains_a_device_extension_that_does_not_load():
@@ -139,3 +225,67 @@ def test_doctor_for_real():
     )
     assert done.returncode == 0, done.stderr
     assert "bit-equal" in json.loads(done.stdout)["checks"]["two ranks"]
+
+
+def test_json_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch, capsys):
+    _, commands = _doctor(monkeypatch, 0)
+    target = tmp_path / "missing" / "out.json"
+    assert cli.main(["doctor", "--json", str(target)]) == 2
+    assert not commands
+    assert f"--json is {str(target)!r}" in capsys.readouterr().err
+
+
+def test_json_that_fails_at_last_is_one_message(tmp_path, monkeypatch, capsys):
+    """The folder goes away while the doctor works."""
+    _doctor(monkeypatch, 0)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    monkeypatch.setattr(doctor, "examine", lambda *_: folder.rmdir() or doctor.Findings())
+    assert cli.main(["doctor", "--json", str(folder / "out.json")]) == 2
+    err = capsys.readouterr().err
+    assert "could not be written" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--prompts 0", "--prompts is 0, allowed: 1 to 1,024"),
+        ("--rounds 0", "--rounds is 0, allowed: 1"),
+        ("--new-tokens 0", "--new-tokens is 0, allowed: 1"),
+        ("--prompt-tokens 0", "--prompt-tokens is 0, allowed: 1"),
+        ("--threads 0", "--threads is 0, allowed: 1"),
+        ("--new-tokens 1000000", "positions, allowed:"),
+        ("--checkpoint no/such/folder", "--checkpoint is 'no/such/folder', but no/such/folder/config.json does not"),
+        ("--ranks 2", "--ranks (world) is 2, but bench decode is one process"),
+        ("--device cuda", "--device is cuda, but bench decode is one process"),
+        ("--numerics bfloat16", "--numerics is bfloat16, but bench decode"),
+        ("--timeout 5", "--timeout is 5.0, but bench decode"),
+        ("--json no/such/folder/x", "--json is 'no/such/folder/x'"),
+    ],
+)
+def test_bench_decode_refuses(given, message, capsys, monkeypatch):
+    monkeypatch.setattr(decode, "load_weights", lambda *_, **__: pytest.fail("the model was loaded"))
+    assert cli.main(["bench", "decode", *given.split()]) == 2
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err
+
+
+def test_bench_decode_says_what_it_misses(monkeypatch, capsys):
+    def missing(*_):
+        raise ImportError("No module named 'transformers'")
+
+    monkeypatch.setattr(decode, "peer_model", missing)
+    assert cli.main(["bench", "decode", "--threads", "1"]) == 2
+    assert "pip install 'meshspark[test]'" in capsys.readouterr().err
+
+
+def test_bench_decode_writes_its_figures(monkeypatch, capsys):
+    monkeypatch.setattr(decode, "peer_model", lambda *_: None)
+    monkeypatch.setattr(
+        decode, "run_rounds", lambda *_: [decode.Round(10.0, 20.0, True), decode.Round(30.0, 30.0, True)]
+    )
+    assert cli.main(["bench", "decode", "--threads", "1", "--json"]) == 0
+    out = capsys.readouterr()
+    found = json.loads(out.out)
+    assert (found["schema"], found["ratio"], found["ratio_min"], found["same_ids"]) == (1, 0.75, 0.5, True)
+    assert "ratio_max" in out.err

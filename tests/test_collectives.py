@@ -10,7 +10,7 @@ from meshspark.parallel.groups import Groups
 from meshspark.parallel.ledger import Ledger, Record
 from meshspark.parallel.topology import Topology
 
-WORLDS = (1, 2, 4)
+WORLDS = (1, 2, 3, 4)
 
 LAYOUTS = {
     "plain": lambda x: x.clone(),

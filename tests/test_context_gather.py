@@ -58,14 +58,14 @@ def every_pattern(groups):
     assert all(same_bits(got[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind(ranks, world, mode, kind):
     ranks.run(Topology(world, world, world), "test_context_gather:sweep", kind=kind, mode=mode)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_pattern(ranks, world):
     ranks.run(Topology(world, world, world), "test_context_gather:every_pattern")
 

@@ -8,7 +8,10 @@ from meshspark.layouts.bits import same_bits
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
-EXPERTS = 8
+
+def _experts(size):
+    """Experts of the whole block: a multiple of its ranks, more than one each."""
+    return 9 if size == 3 else 8
 
 
 def _ragged(size, rows):
@@ -17,20 +20,19 @@ def _ragged(size, rows):
 
 def routing(size, rows, k, how, seed=0):
     """(indices, valid) of all ranks."""
+    num = _experts(size)
     generator = torch.Generator().manual_seed(seed)
     all_indices, all_valid = [], []
     for count in rows:
-        chosen = (
-            torch.stack([torch.randperm(EXPERTS, generator=generator)[:k] for _ in range(count)]) if count else None
-        )
+        chosen = torch.stack([torch.randperm(num, generator=generator)[:k] for _ in range(count)]) if count else None
         indices = torch.zeros((0, k), dtype=torch.int64) if chosen is None else chosen
         valid = None
         if how == "same":
             indices = torch.arange(k).repeat(count, 1)
         elif how == "last rank":
-            indices = torch.full((count, k), EXPERTS - 1)
+            indices = torch.full((count, k), num - 1)
         elif how == "not rank 0":
-            indices = indices.clamp(min=EXPERTS // size) if size > 1 else indices
+            indices = indices.clamp(min=num // size) if size > 1 else indices
         elif how == "nowhere":
             indices = torch.full((count, k), -1)
         elif how == "holes":
@@ -52,18 +54,18 @@ def _inputs(rows, k, dtype, columns, seed):
 def check(groups, rows, k, how, dtype, columns=6):
     """One dispatch and one combine of this rank, compared with the oracle in every bit and in order."""
     group = groups.ep
-    dtype = getattr(torch, dtype)
+    dtype, num = getattr(torch, dtype), _experts(group.size)
     indices, valid = routing(group.size, rows, k, how)
     xs, weights, scales = _inputs(rows, k, dtype, columns, 3)
     me = group.rank
     sent = experts.dispatch(
-        xs[me].t().contiguous().t(), indices[me], weights[me], valid[me], group, EXPERTS, scales[me], stage="dispatch"
+        xs[me].t().contiguous().t(), indices[me], weights[me], valid[me], group, num, scales[me], stage="dispatch"
     )
-    routes = oracle.dispatch(indices, valid, EXPERTS)
+    routes = oracle.dispatch(indices, valid, num)
     mine = routes[me]
     assert sent.x_RD.shape == (len(mine), columns)
     assert sent.routes_R.tolist() == [r.row * k + r.slot for r in mine]
-    share = EXPERTS // group.size
+    share = num // group.size
     assert list(sent.expert_counts) == [sum(r.expert == me * share + e for r in mine) for e in range(share)]
     if mine:
         assert same_bits(sent.x_RD, torch.stack([xs[r.source][r.row] for r in mine]))
@@ -104,22 +106,22 @@ def flood(groups):
 def gradients(groups, how):
     """Gradients of x, weights and the experts, against the same products on one rank."""
     group = groups.ep
-    rows, k = _ragged(group.size, 4), 2
+    rows, k, num = _ragged(group.size, 4), 2, _experts(group.size)
     indices, valid = routing(group.size, rows, k, how)
     generator = torch.Generator().manual_seed(1)
     xs = [torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in rows]
     ws = [torch.rand(n, k, generator=generator, dtype=torch.float64) for n in rows]
-    matrices = torch.randn(EXPERTS, 5, 5, generator=generator, dtype=torch.float64)
+    matrices = torch.randn(num, 5, 5, generator=generator, dtype=torch.float64)
 
     def run(group, x, w, i, v, m):
-        sent = experts.dispatch(x, i, w, v, group, EXPERTS, stage="dispatch")
+        sent = experts.dispatch(x, i, w, v, group, num, stage="dispatch")
         pieces = zip(sent.x_RD.split(list(sent.expert_counts)), m, strict=True)
         y = torch.cat([piece @ matrix for piece, matrix in pieces]) * sent.weights_R.unsqueeze(1)
         back = experts.combine(y, sent.handle, stage="combine")
         back.square().sum().backward()
         return x.grad, w.grad, m.grad
 
-    me, share = group.rank, EXPERTS // group.size
+    me, share = group.rank, num // group.size
     own = slice(me * share, (me + 1) * share)
     leaves = [t.clone().requires_grad_() for t in (xs[me], ws[me], matrices[own])]
     got = run(group, leaves[0], leaves[1], indices[me], valid[me], leaves[2])
@@ -156,18 +158,18 @@ def foreign_group(groups):
     return said
 
 
-@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("ep", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float64"])
 def test_against_the_oracle(ranks, ep, dtype):
     ranks.run(Topology(ep, 1, ep), "test_experts:sweep", timeout=120, dtype=dtype)
 
 
-@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("ep", [2, 3, 4])
 def test_small_and_large_messages(ranks, ep):
     ranks.run(Topology(ep, 1, ep), "test_experts:both_ways", timeout=120)
 
 
-@pytest.mark.parametrize("ep", [1, 4])
+@pytest.mark.parametrize("ep", [1, 3, 4])
 def test_everything_to_the_same_experts(ranks, ep):
     ranks.run(Topology(ep, 1, ep), "test_experts:flood", timeout=120)
 
@@ -181,7 +183,7 @@ def test_two_expert_blocks_side_by_side(ranks):
     ranks.run(Topology(4, 2, 2), "test_experts:sweep", timeout=120, dtype="int8")
 
 
-@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("ep", [1, 2, 3, 4])
 @pytest.mark.parametrize("how", ["random", "last rank", "nowhere", "holes"])
 def test_gradients(ranks, ep, how):
     ranks.run(Topology(ep, 1, ep), "test_experts:gradients", how=how)

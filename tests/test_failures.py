@@ -1,5 +1,6 @@
 """Ranks that die, stop or come late: typed errors within seconds, no further use, nothing left behind."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,9 +10,11 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_pool import RankFailure, RankPool
 
-from meshspark.comm import agreement, collectives
+from meshspark.comm import agreement, collectives, window
+from meshspark.comm.connect import Connections, Wish
 from meshspark.parallel.errors import CollectiveTimeout, CommError, RankDied, TransportError, error_kind
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
@@ -123,28 +126,165 @@ def fine(groups):
     return groups.rank
 
 
-def _check(answer, ranks, kinds=("RankDied",), within=5.0, group="world"):
+def stopped(groups, pids):
+    """Rank 1 is stopped, as by a debugger, before its call; the parent lets it go on and kills it."""
+    if groups.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return _what_happens(groups, lambda: _call(groups, "gather"))
+
+
+def die_after(groups):
+    """Rank 1 is killed after a call; the others notice in one that it has no part in."""
+    collectives.all_gather_rows(torch.zeros(2, 2), groups.world, stage="fine")
+    if groups.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    pair = Topology(4, 2, 4)
+    assert groups.topology == pair
+    if groups.rank == 3:
+        time.sleep(1.0)
+    # Ranks 2 and 3 are a tensor group of their own, rank 0 waits for rank 1.
+    return _what_happens(groups, lambda: collectives.all_gather_rows(torch.zeros(1, 1), groups.tp, stage="payload"))
+
+
+def _wrong_call(groups, fault):
+    """The last rank does something else than the others."""
+    odd = groups.rank == groups.topology.world - 1
+    world, size = groups.world, groups.topology.world
+    if fault in ("shape", "large shape"):
+        rows = (1 << 19 if fault == "large shape" else 10) + 2 * odd
+        collectives.all_gather_rows(torch.zeros(rows, 1), world, stage="payload")
+    elif fault == "dtype":
+        dtype = torch.int32 if odd else torch.float32
+        collectives.all_gather_rows(torch.zeros(4, 4, dtype=dtype), world, stage="payload")
+    elif fault == "op":
+        if odd:
+            collectives.broadcast_bytes(None, world, 0, length=4, stage="payload")
+        else:
+            collectives.all_gather_rows(torch.zeros(4, 4), world, stage="payload")
+    elif fault in ("split", "short split", "large split"):
+        rows = 1 << 16 if fault == "large split" else 4
+        other = -1 if fault == "short split" else 1
+        sent, received = [rows] * size, [rows] * size
+        if odd:
+            sent[0] += other
+        collectives.exchange_rows(torch.zeros(sum(sent), 8), world, sent, received, stage="payload")
+    else:
+        assert fault == "order"
+        for group in (groups.ep, groups.world) if odd else (groups.world, groups.ep):
+            collectives.all_gather_rows(torch.zeros(4, 4), group, stage="payload")
+
+
+MISMATCHES = ("shape", "large shape", "dtype", "op", "split", "short split", "large split", "order")
+
+
+def mismatches(groups, how):
+    """For each of MISMATCHES, in groups of its own: what happens, and what the message says."""
+    store, rank, topology = dist.PrefixStore("mine", groups.store), groups.rank, groups.topology
+    groups.close()
+    return [_mismatch(store, rank, topology, how, fault) for fault in MISMATCHES]
+
+
+def _mismatch(store, rank, topology, transport, fault):
+    wiring = Connections(Wish(transport, "signature"))
+    groups = Groups.start(topology, rank=rank, backend="gloo", timeout=20.0, store=store, connections=wiring)
+    said = []
+
+    def act():
+        try:
+            _wrong_call(groups, fault)
+        except CommError as problem:
+            said.append(str(problem))
+            raise
+
+    happened = _what_happens(groups, act)
+    groups.close()
+    return [happened, *said]
+
+
+def no_room(groups, where):
+    """Shared memory is full on the first rank when a window is wanted."""
+    if groups.rank == 0:
+        window.os.posix_fallocate = _full
+    return _what_happens(groups, lambda: _call(groups, "large gather"))
+
+
+def _full(descriptor, offset, size):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _check(answer, named, kinds=("RankDied",), within=5.0, group="world"):
     name, seconds, of_group, op, stage, members, at_once = answer
     assert name in kinds and seconds < within and at_once, answer
-    assert (of_group, stage, members) == (group, "payload", list(range(ranks))), answer
+    assert (of_group, stage, members) == (group, "payload", named), answer
     assert op in ("all_gather_rows", "exchange_rows")
 
 
 @pytest.mark.parametrize(
-    "op", [pytest.param("gather", marks=pytest.mark.slow), "exchange", pytest.param("agree", marks=pytest.mark.slow)]
+    ("op", "transport"),
+    [
+        ("exchange", "local"),
+        ("exchange", "torch"),
+        pytest.param("gather", "local", marks=pytest.mark.slow),
+        pytest.param("agree", "local", marks=pytest.mark.slow),
+        pytest.param("agree", "torch", marks=pytest.mark.slow),
+    ],
 )
-def test_death_between_two_calls(pool, op):
-    answers = pool(3, 20.0).run_surviving(Topology(3, 1, 3), "test_failures:die_between", dead=(1,), op=op)
+def test_death_between_two_calls(pool, op, transport):
+    topology = Topology(3, 1, 3)
+    answers = pool(3, 20.0).run_surviving(topology, "test_failures:die_between", dead=(1,), op=op, transport=transport)
     assert answers[1] is None
     for rank in (0, 2):
-        _check(answers[rank], 3)
+        _check(answers[rank], [1])
 
 
-@pytest.mark.parametrize("op", ["gather", "large gather"])
-def test_death_inside_a_call(pool, op):
-    answers = pool(4, 20.0).run_surviving(Topology(4, 1, 4), "test_failures:die_inside", dead=(1,), op=op)
+@pytest.mark.parametrize(
+    ("op", "transport"), [("gather", "torch"), ("large gather", "local"), ("large gather", "torch")]
+)
+def test_death_inside_a_call(pool, op, transport):
+    answers = pool(4, 20.0).run_surviving(
+        Topology(4, 1, 4), "test_failures:die_inside", dead=(1,), op=op, transport=transport
+    )
     for rank in (0, 2, 3):
-        _check(answers[rank], 4)
+        _check(answers[rank], [1])
+
+
+def test_a_death_ends_the_wait_of_ranks_that_share_no_group_with_it(pool):
+    answers = pool(4, 20.0).run_surviving(Topology(4, 2, 4), "test_failures:die_after", dead=(1,))
+    for rank in (0, 2):
+        _check(answers[rank], [1], group="tp")
+
+
+@pytest.mark.parametrize("transport", ["local", "torch"])
+def test_a_stopped_rank_is_named_when_the_time_is_up(pool, transport):
+    ranks = pool(3, 2.0)
+    pids = ranks.pids
+    waiting = threading.Timer(6.0, os.kill, (pids[1], signal.SIGKILL))
+    waiting.start()
+    try:
+        answers = ranks.run_surviving(
+            Topology(3, 1, 3), "test_failures:stopped", dead=(1,), pids=pids, transport=transport
+        )
+    finally:
+        waiting.cancel()
+    for rank in (0, 2):
+        _check(answers[rank], [1], ("CollectiveTimeout",), within=7.0)
+
+
+@pytest.mark.parametrize("transport", ["local", "torch"])
+def test_a_mismatch_is_the_same_error_on_every_rank_before_data_moves(pool, transport):
+    """What gloo answers with wrong sums, an abort or a hang."""
+    told = pool(3, 20.0).run(Topology(3, 1, 3), "test_failures:mismatches", how=transport, timeout=120.0)
+    for fault, *answers in zip(MISMATCHES, *told, strict=True):
+        for answer, text in answers:
+            assert answer[0] == "CollectiveMismatch" and answer[1] < 5.0 and answer[-1], (fault, answer)
+            assert answer[5] == [0, 1, 2] and "rank 2" in text and "differ" in text, (fault, text)
+            assert text.partition("differ")[2] == answers[0][1].partition("differ")[2]
+
+
+def test_full_shared_memory_is_one_error_that_names_the_rank(pool):
+    answers = pool(3, 20.0).run(Topology(3, 1, 3), "test_failures:no_room", where="world")
+    for answer in answers:
+        _check(answer, [0], ("TransportError",))
 
 
 def test_an_idle_time_is_no_time_out_but_the_death_of_rank_0_is_seen(pool):
@@ -152,7 +292,8 @@ def test_an_idle_time_is_no_time_out_but_the_death_of_rank_0_is_seen(pool):
     assert ranks.run(Topology(3, 1, 3), "test_failures:long_sleep") == [[[0], [1], [2]]] * 3
     answers = ranks.run_surviving(Topology(3, 1, 3), "test_failures:rank_0_dies_while_others_sleep", dead=(0,))
     for rank in (1, 2):
-        name, seconds, group, op, stage, *_ = answers[rank]
+        name, seconds, group, op, stage, members, _ = answers[rank]
+        assert members == [0]
         assert (name, group, op, stage) == ("RankDied", "front", "broadcast_bytes", "sleep") and 2.5 < seconds < 12.0
 
 
@@ -169,15 +310,15 @@ except RuntimeError as problem:
 """
     command = [sys.executable, "-c", code]
     said = subprocess.run(command, timeout=60, check=True, capture_output=True, text=True)
-    assert said.stdout.strip() == "CollectiveTimeout start (0, 1) False"
+    assert said.stdout.strip() == "CollectiveTimeout start (1,) False"
 
 
 def test_a_late_rank_is_a_time_out(pool):
     ranks = pool(2, 2.0)
     answers = ranks.run(Topology(2, 1, 2), "test_failures:late")
-    _check(answers[0], 2, ("CollectiveTimeout",))
-    # The late one finds the connection closed, or has its data and goes on until the next call.
-    assert answers[1][0] in ("RankDied", "CollectiveTimeout", "no error")
+    _check(answers[0], [1], ("CollectiveTimeout",), within=7.0)
+    # The late one hears that the others gave up, and for whom they had waited.
+    _check(answers[1], [1], ("CollectiveTimeout",))
 
 
 def test_the_pool_says_which_rank_hangs_or_leaves_and_starts_anew(pool):

@@ -1,17 +1,29 @@
 """The common flags: what they resolve to, and what is refused how."""
 
 import argparse
+import os
+from pathlib import Path
 
 import pytest
 
-from meshspark.launch.flags import FlagParser, add_common, parse_device, resolve, resolve_topology, without_ranks
+from meshspark.launch.flags import (
+    FlagError,
+    FlagParser,
+    add_common,
+    check_range,
+    parse_device,
+    resolve,
+    resolve_topology,
+    without_ranks,
+)
+from meshspark.launch.output import write_json
 from meshspark.parallel.topology import Topology
 
 
-def _resolve(text, world_size=None, local_ranks=None):
+def _resolve(text, world_size=None, local_ranks=None, rank=None, leave_out=()):
     parser = FlagParser(prog="test", allow_abbrev=False)
-    add_common(parser)
-    return resolve(parser.parse_args(text.split()), world_size, local_ranks)
+    add_common(parser, leave_out)
+    return resolve(parser.parse_args(text.split()), world_size, local_ranks, rank)
 
 
 @pytest.mark.parametrize(
@@ -95,3 +107,61 @@ def test_ranks_leave_the_command_line():
 def test_resolution_needs_no_parser():
     assert resolve_topology(None, 2, None) == Topology(2, 2, 2)
     assert isinstance(FlagParser(), argparse.ArgumentParser)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing/out.json", "cannot be made, for the folder .*missing does not exist"),
+        ("folder", "is a folder"),
+        ("file/out.json", "cannot be made, for the folder .*file does not exist|cannot be looked at"),
+    ],
+)
+def test_a_place_where_json_cannot_go(tmp_path, name, message):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(ValueError, match=f"--json is .*, which ({message}); allowed: a file"):
+        _resolve(f"--json {tmp_path / name}")
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_json_without_permission(tmp_path, monkeypatch, exists):
+    # By hand: for root every file may be written.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in (tmp_path, tmp_path / "out.json"))
+    if exists:
+        (tmp_path / "out.json").write_text("kept")
+    with pytest.raises(ValueError, match="may not be written; allowed"):
+        _resolve(f"--json {tmp_path / 'out.json'}")
+
+
+def test_looking_at_json_changes_nothing(tmp_path):
+    (tmp_path / "old.json").write_text("kept")
+    assert _resolve(f"--json {tmp_path / 'old.json'}").json
+    assert _resolve(f"--json {tmp_path / 'new.json'}").json
+    assert (tmp_path / "old.json").read_text() == "kept" and not (tmp_path / "new.json").exists()
+
+
+def test_only_rank_0_looks_at_json(tmp_path):
+    text = f"--json {tmp_path / 'missing' / 'out.json'}"
+    assert _resolve(text, 2, 1, rank=1).json
+    with pytest.raises(ValueError, match="--json"):
+        _resolve(text, 2, 1, rank=0)
+
+
+def test_json_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"--json is .*could not be written"):
+        write_json(str(tmp_path / "missing" / "out.json"), {})
+
+
+def test_flags_that_would_have_no_effect_can_be_left_out():
+    assert _resolve("--seed 3", leave_out=("json", "numerics")).numerics == "float32"
+    for given in ("--json", "--numerics float64"):
+        with pytest.raises(FlagError, match=f"unrecognized arguments: {given}"):
+            _resolve(given, leave_out=("json", "numerics"))
+
+
+@pytest.mark.parametrize("value", [0, 4, float("nan"), float("inf")])
+def test_ranges(value):
+    check_range("--x", 3, 1, 3)
+    with pytest.raises(FlagError, match=f"--x is {value}, allowed: 1 to 3"):
+        check_range("--x", value, 1, 3)

@@ -52,12 +52,12 @@ def give_back(groups, dtype):
             assert torch.equal(values.nan_to_num(99.0), wanted.nan_to_num(99.0)) and values.dtype == dtype
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_asked_rows(ranks, tp):
     ranks.run(Topology(tp, tp, tp), "test_logits:gather")
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_logits_and_best(ranks, tp, dtype):
     ranks.run(Topology(tp, tp, tp), "test_logits:give_back", dtype=dtype)

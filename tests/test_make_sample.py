@@ -1,5 +1,6 @@
 """The bundled sample's maker: data, tokenizer, shape, training that resumes, judging and writing."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -238,3 +239,65 @@ def test_written_sample_loads_and_reports(
     assert sum(figures.originals.values()) == 2
     assert "held-out loss as stored" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "docs" / "sample_loss.csv").read_text().startswith("step,loss\n1,")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--minutes 0", "--minutes is 0.0, allowed: 0.01 to"),
+        ("--minutes -3", "--minutes is -3.0, allowed"),
+        ("--minutes nan", "--minutes is nan, allowed"),
+        ("--threads 0", "--threads is 0, allowed: 1"),
+        ("--log-every 0", "--log-every is 0, allowed: 1"),
+        ("--ranks 2", "--ranks (world) is 2, but make-sample is one process"),
+        ("--device cuda", "--device is cuda, but make-sample"),
+        ("--numerics float64", "--numerics is float64, but make-sample"),
+        ("--timeout 5", "--timeout is 5.0, but make-sample"),
+        ("--docs docs", "without --output no loss curve is written"),
+        ("--json no/such/folder/x", "--json is 'no/such/folder/x'"),
+        ("--step 3", "unrecognized arguments: --step 3"),
+    ],
+)
+def test_flags_that_are_refused(
+    given: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(make_sample, "train", lambda *_: pytest.fail("training began"))
+    assert make_sample.main(["--work", str(tmp_path / "work"), *given.split()]) == 2
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_work_folder_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "work").write_text("")
+    assert make_sample.main(["--work", str(tmp_path / "work")]) == 2
+    assert "--work is" in capsys.readouterr().err
+
+
+def test_a_run_keeps_its_seed(tmp_path: Path) -> None:
+    make_sample.check_seed(tmp_path, 5)
+    make_sample.check_seed(tmp_path, 6)
+    (tmp_path / "state.safetensors").touch()
+    make_sample.check_seed(tmp_path, 6)
+    with pytest.raises(ValueError, match=r"--seed is 5, but the run in .* was begun with 6"):
+        make_sample.check_seed(tmp_path, 5)
+
+
+def test_flags_reach_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = {}
+
+    def train(work: Path, settings: TrainSettings, log_every: int, out: object) -> SimpleNamespace:
+        seen.update(settings=settings, log_every=log_every)
+        print("progress", file=out)  # type: ignore[call-overload]
+        return SimpleNamespace(step_number=2, seconds=1.5, progress=0.5, curve=[(1, 9.0), (2, 8.0)])
+
+    monkeypatch.setattr(make_sample, "train", train)
+    given = ["--work", str(tmp_path), "--minutes", "3", "--log-every", "7", "--seed", "9", "--threads", "1", "--json"]
+    assert make_sample.main(given) == 0
+    assert (seen["settings"], seen["log_every"]) == (TrainSettings(minutes=3.0, seed=9), 7)
+    out = capsys.readouterr()
+    expected = {"schema": 1, "step": 2, "seconds": 1.5, "progress": 0.5, "loss": 8.0, "written": False}
+    assert json.loads(out.out) == expected and "progress" in out.err
+    assert make_sample.parser().parse_args(["--work", "x"]).seed == TrainSettings.seed

@@ -123,7 +123,7 @@ def _together(work: Callable[[], Result], groups: Groups, mark: Callable[[Result
         result = work()
     except Exception as error:  # A rank that raised here alone would leave the others waiting.
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    own = text.encode()[:TEXT_LIMIT]
+    own = text.encode(errors="backslashreplace")[:TEXT_LIMIT]
     seen = mark(result) if mark is not None and result is not None else 0
     verdicts = agree((int(result is None), len(own), seen), groups, stage="load")
     if any(failed for failed, _, _ in verdicts):

@@ -16,11 +16,16 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from .shown import shown, shown_value
+
 INDEX_NAME = "model.safetensors.index.json"
 INDEX_LIMIT = 64 << 20
 HEADER_LIMIT = 100 << 20
 FIRST_FEW = 5
-SHOWN_LIMIT = 200
+MAX_DIMS = 8
+MAX_COUNT = 1 << 62
+"""Offsets and sizes beyond it are no file's."""
+
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2,
@@ -50,19 +55,18 @@ def few(names: list[str]) -> str:
     return ", ".join(map(shown, names[:FIRST_FEW])) + more
 
 
-def shown(text: str) -> str:
-    """Text out of a file as it may stand in a message: ASCII, without control characters, not too long."""
-    clipped = text if len(text) <= SHOWN_LIMIT else f"{text[:SHOWN_LIMIT]}..."
-    return clipped.encode("unicode_escape").decode()
-
-
 def read_json_object(path: Path, limit: int) -> dict[str, Any]:
     """The JSON object in a file of at most `limit` bytes; CheckpointError for anything else, repeated keys too."""
     try:
+        # Pipes and devices would block, or never end.
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path}: not a file")
         size = path.stat().st_size
         if size > limit:
             raise CheckpointError(f"{path}: {size} bytes, allowed: at most {limit}")
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            # No more than that, even if the file grows.
+            data = file.read(limit)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     return parse_json_object(data, str(path))
@@ -107,13 +111,14 @@ def list_stored(directory: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
 
 def inside(directory: Path, name: str) -> Path:
     """The path of a file that an index names; CheckpointError unless it is a plain file of the folder itself."""
-    if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
-        raise CheckpointError(f"{directory}: the index names {shown(repr(name))}, allowed: plain file names in it")
+    plain = name.isascii() and name.isprintable() and not set(name) & set("/\\")
+    if not plain or name in ("", ".", ".."):
+        raise CheckpointError(f"{directory}: the index names {shown_value(name)}, allowed: plain file names in it")
     path = directory / name
     try:
         real = path.resolve(strict=True)
-    except OSError as error:
-        raise CheckpointError(f"{path}: a shard of the index is absent or cannot be opened") from error
+    except (OSError, RuntimeError) as error:  # Python 3.11 and 3.12 call a ring of links a RuntimeError.
+        raise CheckpointError(f"{directory}: shard {shown(name)} of the index is absent or cannot be opened") from error
     if not real.is_relative_to(directory.resolve()):
         raise CheckpointError(f"{path}: leads out of the folder to {real}, allowed: files inside it")
     if not real.is_file():
@@ -135,7 +140,9 @@ def read_header(path: Path) -> dict[str, Stored]:
             header = parse_json_object(file.read(length), f"{path}: header")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: __metadata__ is {shown_value(metadata)}, allowed: an object of texts")
     spans = {name: _entry(path, name, entry) for name, entry in header.items()}
     _check_spans(path, [(start, stop, name) for name, (start, stop, _) in spans.items()], size - 8 - length)
     return {name: stored for name, (_, _, stored) in spans.items()}
@@ -194,7 +201,7 @@ def _weight_map(index_path: Path) -> dict[str, str]:
         raise CheckpointError(f"{index_path}: weight_map is absent or empty, allowed: an object of name -> file")
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise CheckpointError(f"{index_path}: {shown(name)} -> {shown(repr(shard))}, allowed: a file name")
+            raise CheckpointError(f"{index_path}: {shown(name)} -> {shown_value(shard)}, allowed: a file name")
     return weight_map
 
 
@@ -224,10 +231,10 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[int, int, Stored]:
         raise CheckpointError(f"{path}: header entry of {shown(name)} is no object")
     dtype = entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise CheckpointError(f"{path}: {shown(name)} has dtype {shown(repr(dtype))}, allowed: {sorted(ITEM_BYTES)}")
+        raise CheckpointError(f"{path}: {shown(name)} has dtype {shown_value(dtype)}, allowed: {sorted(ITEM_BYTES)}")
     shape, offsets = (_counts(path, name, key, entry.get(key)) for key in ("shape", "data_offsets"))
     if len(offsets) != 2:
-        raise CheckpointError(f"{path}: {shown(name)} has data_offsets {offsets}, allowed: two of them")
+        raise CheckpointError(f"{path}: {shown(name)} has data_offsets {shown_value(offsets)}, allowed: two of them")
     start, stop = offsets
     num_bytes = prod(shape) * ITEM_BYTES[dtype]
     if stop - start != num_bytes:
@@ -236,8 +243,15 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[int, int, Stored]:
 
 
 def _counts(path: Path, name: str, key: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(v) is int and v >= 0 for v in value):
-        raise CheckpointError(f"{path}: {shown(name)} has {key} {shown(repr(value))}, allowed: whole numbers from 0")
+    if (
+        not isinstance(value, list)
+        or len(value) > MAX_DIMS
+        or not all(type(v) is int and 0 <= v <= MAX_COUNT for v in value)
+    ):
+        raise CheckpointError(
+            f"{path}: {shown(name)} has {key} {shown_value(value)}, "
+            f"allowed: at most {MAX_DIMS} whole numbers from 0 to {MAX_COUNT}"
+        )
     return tuple(value)
 
 

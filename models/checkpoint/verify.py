@@ -1,6 +1,7 @@
 """Checking a checkpoint folder against the name table before a single weight is read."""
 
 import json
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -8,13 +9,14 @@ from pathlib import Path
 
 import torch
 
-from ..v4.config import V4Config, from_config_json
+from ..v4.config import CONFIG_LIMIT, V4Config, from_config_json
+from ..v4.quant import FP4_GROUP
 from .names import TensorSpec, tensor_table
 from .reader import CheckpointError, Reader, Stored, few, list_stored, read_json_object
+from .shown import shown_value
 
 CONFIG_NAME = "config.json"
 TOKENIZER_NAME = "tokenizer.json"
-CONFIG_LIMIT = 1 << 20
 TOKENIZER_LIMIT = 128 << 20
 SCALE_DTYPES = ("F8_E8M0", "F32", "U8")
 """Official scales, the base releases' plain numbers, and e8m0 bytes under an integer's name."""
@@ -44,11 +46,9 @@ def read_config(directory: Path | str) -> V4Config:
     path = Path(directory) / CONFIG_NAME
     raw = read_json_object(path, CONFIG_LIMIT)
     try:
-        config = from_config_json(raw)
-        _check_ids(config)
-    except (ValueError, TypeError, OverflowError) as error:
+        return from_config_json(raw)
+    except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    return config
 
 
 def open_checkpoint(directory: Path | str, config: V4Config | None = None) -> Checkpoint:
@@ -60,10 +60,9 @@ def open_checkpoint(directory: Path | str, config: V4Config | None = None) -> Ch
     folder = Path(directory)
     if config is None:
         config = read_config(folder)
-    else:
-        _check_ids(config)
     stored, notes = list_stored(folder)
     config, expert_notes = _with_stored_experts(config, stored)
+    _check_packing(config, folder)
     by_name = _match(config, stored, folder)
     _check_tokenizer(folder / TOKENIZER_NAME, config)
     with Reader(folder) as reader:
@@ -157,30 +156,33 @@ class _Faults:
             raise CheckpointError(f"{folder}: tensors do not fit the config: {'; '.join(found)}")
 
 
-def _check_ids(config: V4Config) -> None:
-    if config.dspark is None:
+def _check_packing(config: V4Config, folder: Path) -> None:
+    if config.expert_dtype != "fp4":
         return
-    noise = config.dspark.noise_token_id
-    if not 0 <= noise < config.vocab_size:
-        raise ValueError(f"dspark_noise_token_id is {noise}, allowed: 0 to {config.vocab_size - 1}")
-    for layer in config.dspark.target_layer_ids:
-        if not 0 <= layer < config.num_hidden_layers:
-            raise ValueError(f"dspark_target_layer_ids holds {layer}, allowed: 0 to {config.num_hidden_layers - 1}")
+    for name in ("hidden_size", "moe_intermediate_size"):
+        width = getattr(config, name)
+        if width % FP4_GROUP:
+            raise CheckpointError(f"{folder}: {name} is {width}, allowed with fp4 experts: multiples of {FP4_GROUP}")
 
 
 def _check_tokenizer(path: Path, config: V4Config) -> None:
-    """Ids of a tokenizer beyond the vocabulary would index past the embedding."""
-    if not path.exists():
+    """A model with a vocabulary, and no id beyond the config's: such an id would index past the embedding."""
+    # Also true of a link that leads nowhere, which is no optional file left out.
+    if not os.path.lexists(path):
         return
     raw = read_json_object(path, TOKENIZER_LIMIT)
-    model, added = raw.get("model"), raw.get("added_tokens")
+    model = raw.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    ids = dict(vocab) if isinstance(vocab, dict) else {}
-    for token in added if isinstance(added, list) else ():
-        if isinstance(token, dict):
-            ids[str(token.get("content"))] = token.get("id")
+    if not isinstance(vocab, dict) or not vocab:
+        raise CheckpointError(f"{path}: model.vocab is {shown_value(vocab)}, allowed: an object of token -> id")
+    added = raw.get("added_tokens")
+    if added is not None and not (isinstance(added, list) and all(isinstance(token, dict) for token in added)):
+        raise CheckpointError(f"{path}: added_tokens is {shown_value(added)}, allowed: a list of objects")
+    ids = [*vocab.items(), *((token.get("content"), token.get("id")) for token in added or ())]
     beyond = [
-        f"{token!r} {i!r}" for token, i in ids.items() if not isinstance(i, int) or not 0 <= i < config.vocab_size
+        f"{shown_value(token)} {shown_value(i)}"
+        for token, i in ids
+        if type(i) is not int or not 0 <= i < config.vocab_size
     ]
     if beyond:
         raise CheckpointError(f"{path}: ids beyond the vocabulary, allowed 0 to {config.vocab_size - 1}: {few(beyond)}")

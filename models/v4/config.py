@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-KINDS = {0: "swa", 4: "csa", 128: "hca"}
-"""Compression ratio of a layer -> its kind of attention."""
+from ..checkpoint.shown import shown_value
+from .config_checks import KINDS, LIMITS, YARN_LIMITS, check_config, check_number
 
-EXPERT_DTYPES = ("fp4", "fp8")
+CONFIG_LIMIT = 1 << 20
+"""Bytes of a config.json at most."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class V4Config:
     dspark: DSparkFields | None = None
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_config(self)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -138,66 +139,6 @@ _FIXED: dict[str, Any] = {
 """Keys that have one legal value here; config.json must agree where it names them."""
 
 
-def _check(c: V4Config) -> None:
-    if len(c.compress_ratios) != c.num_hidden_layers:
-        raise ValueError(
-            f"compress_ratios has {len(c.compress_ratios)} entries, num_hidden_layers is {c.num_hidden_layers}"
-        )
-    for layer, ratio in enumerate(c.compress_ratios + c.draft_ratios):
-        if ratio not in KINDS:
-            raise ValueError(f"compress_ratios[{layer}] is {ratio}, allowed: {sorted(KINDS)}")
-    for name in _POSITIVE:
-        if getattr(c, name) < 1:
-            raise ValueError(f"{name} is {getattr(c, name)}, allowed: 1 or more")
-    _divides("num_attention_heads", c.num_attention_heads, "o_groups", c.o_groups)
-    if c.qk_rope_head_dim % 2 or not 2 <= c.qk_rope_head_dim <= min(c.head_dim, c.index_head_dim):
-        raise ValueError(
-            f"qk_rope_head_dim is {c.qk_rope_head_dim}, allowed: even, 2 to min(head_dim {c.head_dim}, "
-            f"index_head_dim {c.index_head_dim})"
-        )
-    if c.num_experts_per_tok > c.n_routed_experts:
-        raise ValueError(
-            f"num_experts_per_tok is {c.num_experts_per_tok}, allowed: at most n_routed_experts {c.n_routed_experts}"
-        )
-    if not 0 <= c.num_hash_layers <= c.num_hidden_layers:
-        raise ValueError(f"num_hash_layers is {c.num_hash_layers}, allowed: 0 to {c.num_hidden_layers}")
-    if c.n_shared_experts != 1:
-        raise ValueError(f"n_shared_experts is {c.n_shared_experts}, allowed: 1")
-    if c.expert_dtype not in EXPERT_DTYPES:
-        raise ValueError(f"expert_dtype is {c.expert_dtype!r}, allowed: {EXPERT_DTYPES}")
-    for name in ("bos_token_id", "eos_token_id"):
-        if not 0 <= getattr(c, name) < c.vocab_size:
-            raise ValueError(f"{name} is {getattr(c, name)}, allowed: 0 to {c.vocab_size - 1}")
-
-
-_POSITIVE = [
-    "hidden_size",
-    "num_hidden_layers",
-    "vocab_size",
-    "num_attention_heads",
-    "head_dim",
-    "q_lora_rank",
-    "o_groups",
-    "o_lora_rank",
-    "sliding_window",
-    "index_n_heads",
-    "index_head_dim",
-    "index_topk",
-    "moe_intermediate_size",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "hc_mult",
-    "hc_sinkhorn_iters",
-    "max_position_embeddings",
-]
-
-
-def _divides(name: str, value: int, by_name: str, by: int) -> None:
-    if value % by:
-        legal = [d for d in range(1, value + 1) if value % d == 0]
-        raise ValueError(f"{name} % {by_name} == 0 is violated: {value} % {by}; legal {by_name}: {legal}")
-
-
 def _yarn_json(yarn: YarnScaling) -> dict[str, Any] | None:
     if yarn.factor == 1:
         return None
@@ -219,35 +160,38 @@ def from_config_json(source: Path | str | Mapping[str, Any]) -> V4Config:
     """V4Config of an official config.json (a path, or its parsed mapping).
 
     Only the first num_hidden_layers entries of compress_ratios are the target's; the rest belong to the
-    MTP layer or the drafter stages. Raises ValueError naming the key, its value and what is allowed.
+    MTP layer or the drafter stages. Raises ValueError naming the key, its value and what is allowed, whatever
+    the source holds.
     """
     raw = source if isinstance(source, Mapping) else _read_json(Path(source))
     if raw.get("model_type", "deepseek_v4") != "deepseek_v4":
-        raise ValueError(f"model_type is {raw['model_type']!r}, allowed: 'deepseek_v4'")
+        raise ValueError(f"model_type is {shown_value(raw['model_type'])}, allowed: 'deepseek_v4'")
     for key, only in _FIXED.items():
-        if key in raw and key != "torch_dtype" and raw[key] != only:
-            raise ValueError(f"{key} is {raw[key]!r}, allowed: {only!r}")
-    kept = {f.name: _typed(f.name, f.default, raw[f.name]) for f in fields(V4Config) if _is_plain(f.name, raw)}
-    layers = int(kept.get("num_hidden_layers", V4Config.num_hidden_layers))
+        if key in raw and key != "torch_dtype" and not _same(raw[key], only):
+            raise ValueError(f"{key} is {shown_value(raw[key])}, allowed: {only!r}")
+    kept = {f.name: _plain(f.name, f.default, raw[f.name]) for f in fields(V4Config) if _is_plain(f.name, raw)}
+    layers = kept.get("num_hidden_layers", V4Config.num_hidden_layers)
     ratios = _ratios(raw, layers)
-    quantization = raw.get("quantization_config") or {}
-    block = tuple(int(v) for v in quantization.get("weight_block_size", (128, 128)))
-    if len(block) != 2 or min(block) < 1:
-        raise ValueError(f"quantization_config.weight_block_size is {block}, allowed: two positive integers")
     return V4Config(
         **kept,
         compress_ratios=ratios[:layers],
         draft_ratios=ratios[layers:],
         yarn=_yarn_of(raw.get("rope_scaling")),
-        weight_block_size=(block[0], block[1]),
+        weight_block_size=_block_of(raw.get("quantization_config")),
         dspark=_dspark_of(raw, len(ratios) - layers),
     )
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        if not path.is_file():
+            raise ValueError("no such file")
+        with path.open("rb") as file:
+            data = file.read(CONFIG_LIMIT + 1)
+        if len(data) > CONFIG_LIMIT:
+            raise ValueError(f"larger than {CONFIG_LIMIT} bytes")
+        raw = json.loads(data.decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a readable config.json: {error}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: not a JSON object")
@@ -258,44 +202,68 @@ def _is_plain(name: str, raw: Mapping[str, Any]) -> bool:
     return name not in _DERIVED and raw.get(name) is not None
 
 
-def _typed(name: str, default: Any, value: Any) -> Any:
-    wanted = (int, float) if isinstance(default, float) else type(default)
-    if isinstance(value, bool) or not isinstance(value, wanted):
-        raise ValueError(f"{name} is {value!r}, allowed: a value of type {type(default).__name__}")
+def _same(value: Any, only: Any) -> bool:
+    # True equals 1 in Python, but not in JSON.
+    return isinstance(value, bool) == isinstance(only, bool) and bool(value == only)
+
+
+def _plain(name: str, default: Any, value: Any) -> Any:
+    """The value of a key, of its default's type; what has no limits of its own is checked with the whole."""
+    if name not in LIMITS:
+        return value
+    check_number(name, value, LIMITS[name])
     return type(default)(value)
 
 
 def _ratios(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     ratios = raw.get("compress_ratios")
-    if not isinstance(ratios, list) or not all(isinstance(r, int) for r in ratios):
-        raise ValueError(f"compress_ratios is {ratios!r}, allowed: a list of integers from {sorted(KINDS)}")
+    if not isinstance(ratios, list):
+        raise ValueError(f"compress_ratios is {shown_value(ratios)}, allowed: a list of integers from {sorted(KINDS)}")
     if len(ratios) < layers:
         raise ValueError(f"compress_ratios has {len(ratios)} entries, allowed: at least num_hidden_layers {layers}")
     return tuple(ratios)
 
 
-def _yarn_of(scaling: Mapping[str, Any] | None) -> YarnScaling:
+def _yarn_of(scaling: Any) -> YarnScaling:
     if scaling is None:
         return YarnScaling(factor=1.0)
+    if not isinstance(scaling, Mapping):
+        raise ValueError(f"rope_scaling is {shown_value(scaling)}, allowed: an object of type 'yarn', or null")
     kind = scaling.get("type", scaling.get("rope_type"))
     if kind != "yarn":
-        raise ValueError(f"rope_scaling.type is {kind!r}, allowed: 'yarn' (or no rope_scaling)")
-    off = YarnScaling()
-    known = {f.name: _typed(f.name, getattr(off, f.name), scaling[f.name]) for f in fields(off) if f.name in scaling}
+        raise ValueError(f"rope_scaling.type is {shown_value(kind)}, allowed: 'yarn' (or no rope_scaling)")
+    known: dict[str, Any] = {}
+    for name, default in asdict(YarnScaling()).items():
+        if name in scaling:
+            check_number(f"rope_scaling.{name}", scaling[name], YARN_LIMITS[name])
+            known[name] = type(default)(scaling[name])
     return YarnScaling(**known)
 
 
+def _block_of(quantization: Any) -> tuple[int, int]:
+    if quantization is None:
+        return V4Config.weight_block_size
+    if not isinstance(quantization, Mapping):
+        raise ValueError(f"quantization_config is {shown_value(quantization)}, allowed: an object, or null")
+    block = quantization.get("weight_block_size", V4Config.weight_block_size)
+    # Anything but a list is left to the check of the whole config.
+    pair: tuple[int, int] = tuple(block) if isinstance(block, list) else block
+    return pair
+
+
 def _dspark_of(raw: Mapping[str, Any], num_stages: int) -> DSparkFields | None:
-    if "dspark_block_size" not in raw:
+    keys = list(_dspark_json(DSparkFields(1, 0, (), 1, 1)))
+    missing = [key for key in keys if raw.get(key) is None]
+    if len(missing) == len(keys):
         return None
-    missing = [k for k in _dspark_json(DSparkFields(1, 0, (), 1, 1)) if k not in raw]
     if missing:
-        raise ValueError(f"config.json has dspark_block_size but lacks {missing}")
+        raise ValueError(f"config.json has {[k for k in keys if k not in missing]} but lacks {missing}")
+    layers = raw["dspark_target_layer_ids"]
     return DSparkFields(
-        block_size=int(raw["dspark_block_size"]),
-        noise_token_id=int(raw["dspark_noise_token_id"]),
-        target_layer_ids=tuple(int(i) for i in raw["dspark_target_layer_ids"]),
-        markov_rank=int(raw["dspark_markov_rank"]),
+        block_size=raw["dspark_block_size"],
+        noise_token_id=raw["dspark_noise_token_id"],
+        target_layer_ids=tuple(layers) if isinstance(layers, list) else layers,
+        markov_rank=raw["dspark_markov_rank"],
         num_stages=num_stages,
     )
 
