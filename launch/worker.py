@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -203,11 +204,24 @@ def run_rank(
     except Exception as problem:
         report(place, problem)
         if groups is not None:
+            _let_go_on(groups, problem)
             with suppress(Exception):
                 groups.close()
         return _leave(place, FAILED)
     groups.close()
     return _leave(place, OK)
+
+
+def _let_go_on(groups: Any, problem: Exception) -> None:
+    """Wake the stopped ranks of this host that the failure names: asleep they could not hear that the job ends."""
+    from .diagnose import process_state
+
+    host = groups.connections.host if groups.connections is not None else None
+    for rank in getattr(problem, "ranks", ()):
+        pid = host.pids.get(rank) if host is not None else None
+        if pid is not None and process_state(pid) == "stopped":
+            with suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def _leave(place: Place, code: int) -> int:

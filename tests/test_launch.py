@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshspark.launch import exchange, spawn, worker
+from meshspark.launch import diagnose, exchange, spawn, worker
 from meshspark.launch.flags import DeviceChoice, FlagError, RunFlags
 from meshspark.parallel.errors import CollectiveMismatch, CollectiveTimeout, RankDied, TransportError
 from meshspark.parallel.groups import Groups
@@ -115,6 +115,44 @@ def test_a_killed_rank_is_named_and_the_others_end(tmp_path):
     assert _messages(stderr)[0].startswith("meshspark: rank 1 was killed by SIGKILL")
     assert len(_messages(stderr)) == 1
     assert all(_gone(pid) for pid in pids.values())
+
+
+def test_a_stopped_rank_is_named_and_all_end(tmp_path):
+    """Asleep it could not take the launcher's signal, which would wait for half a minute."""
+    with ExitStack() as stack:
+        process = _loop(tmp_path, stack, sys.executable, "-m", "launch_jobs", "--ranks", "3", "--timeout", "2")
+        pids = _started(tmp_path, 3, process)
+        os.kill(pids[1], signal.SIGSTOP)
+        begin = time.monotonic()
+        _, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1 and time.monotonic() - begin < 20.0
+    (message,) = _messages(stderr)
+    assert "CollectiveTimeout" in message and "ranks [1] have not come within 2 s; rank 1 (process" in message
+    assert all(_gone(pid) for pid in pids.values())
+
+
+def test_diagnose_reads_where_ranks_stand_from_outside(tmp_path, capsys):
+    """Rank 1 is stopped in the middle: its page says after which call, and its state says so."""
+    pages = tmp_path / "pages"
+    with ExitStack() as stack:
+        ranks = ("--ranks", "2", "--timeout", "30", "--control", str(pages))
+        (tmp_path / "pids").mkdir()
+        process = _loop(tmp_path / "pids", stack, sys.executable, "-m", "launch_jobs", *ranks)
+        pids = _started(tmp_path / "pids", 2, process)
+        time.sleep(0.5)
+        os.kill(pids[1], signal.SIGSTOP)
+        time.sleep(1.0)
+        assert diagnose.main([str(pages), "--json"]) == 0
+        told = capsys.readouterr()
+        os.kill(pids[1], signal.SIGCONT)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE)
+    first, second = json.loads(told.out)["ranks"]
+    assert (first["rank"], second["rank"]) == (0, 1) and second["state"] == "stopped" and second["pid"] == pids[1]
+    assert first["inside"] and first["seconds"] > 0.5 and "stage loop" in first["notes"][-1]
+    assert first["calls"] - second["calls"] in (0, 1)
+    assert diagnose.main([str(tmp_path / "nothing")]) == 2
+    assert "holds no control pages" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
