@@ -71,6 +71,16 @@ class Connections:
 
     host: Host | None
 
+    @property
+    def decision(self) -> str:
+        """How CPU rows move between the ranks of this host, and how calls are compared."""
+        if self.host is None:
+            return f"transport torch ({self.note})"
+        if self.wish.transport == "torch":
+            return "transport torch, as asked for; the doorbell compares calls"
+        copies = "direct reads" if self.host.read is not None else "no direct reads"
+        return f"transport local: doorbell, shared window, {copies}"
+
     def told(self) -> dict[str, str | int | float | None]:
         """What this rank tells all others before they meet."""
         return {

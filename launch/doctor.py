@@ -198,6 +198,7 @@ def _two_ranks(flags: RunFlags, found: Findings) -> str:
     wait = min(flags.timeout, MOST_SECONDS)
     seconds = START_SECONDS + 2 * wait
     options = ["--ranks", str(TRIAL_RANKS), "--device", device, "--timeout", str(wait), "--seed", str(flags.seed)]
+    options += ["--transport", flags.transport if device == "cpu" else "auto", "--check", flags.check]
     command = [sys.executable, "-P", "-m", "meshspark.launch.exchange", *options]
     if why_not:
         found.notes.append(why_not)
@@ -209,7 +210,8 @@ def _two_ranks(flags: RunFlags, found: Findings) -> str:
     if done.returncode:
         found.broken.append(f"two ranks over {backend} failed: {(done.stderr or done.stdout).strip()[-2000:]}")
         return "failed"
-    return f"every exchange bit-equal over {backend} on {device}"
+    decision = done.stdout.strip() or f"transport {backend}"
+    return f"every exchange bit-equal over {backend} on {device}; {decision}"
 
 
 if __name__ == "__main__":

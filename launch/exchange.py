@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..comm.collectives import all_gather_rows, broadcast_bytes, exchange_counts, exchange_rows
+from ..comm.connect import Connections
 from ..layouts.bits import same_bits
 from ..parallel.errors import TransportError
 from ..parallel.groups import Groups
@@ -88,7 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _act(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     flags = resolve_here(parser().parse_args(arguments))
-    return run_job(MODULE, arguments, flags, lambda groups: try_exchanges(groups, flags.seed))
+    return run_job(MODULE, arguments, flags, lambda groups: _try_and_tell(groups, flags.seed))
+
+
+def _try_and_tell(groups: Groups, seed: int) -> None:
+    try_exchanges(groups, seed)
+    if groups.rank == 0 and isinstance(groups.connections, Connections):
+        print(groups.connections.decision, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The package list, and the rules about what which file may touch, read from the source."""
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,30 @@ def test_package_list_is_complete() -> None:
     folders = {path.parent.relative_to(ROOT).as_posix() for floor in FLOORS for path in (ROOT / floor).rglob("*.py")}
     assert sorted(listed) == sorted({"meshspark"} | {f"meshspark.{folder.replace('/', '.')}" for folder in folders})
     assert [folder for folder in folders if not (ROOT / folder / "__init__.py").exists()] == []
+
+
+def test_device_extension_is_of_torchs_own_minor_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (torch_version,) = (need.split(">=")[1] for need in project["dependencies"] if need.startswith("torch>="))
+    major, minor = map(int, torch_version.split(".")[:2])
+    assert project["optional-dependencies"]["npu"] == [f"torch-npu>={major}.{minor},<{major}.{minor + 1}"]
+
+
+def _installed_by(target: str) -> set[str]:
+    """What pip installs before a target of the Makefile runs."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    found: set[str] = set()
+    for head, recipe in re.findall(r"^(\S+:[^=\n]*)\n((?:\t.*\n)*)", text, flags=re.M):
+        name, _, needed = head.partition("##")[0].partition(":")
+        if name == target:
+            found |= set(re.findall(r"install .*constraints.txt (.*)$", recipe, flags=re.M))
+            found = found.union(*map(_installed_by, needed.split()))
+    return found
+
+
+def test_the_demo_installs_what_it_needs() -> None:
+    assert _installed_by("demo") == {"torch", "-e ."}
+    assert _installed_by("test") == {"torch", "-e .", "-e '.[test]'"}
 
 
 def test_root_holds_one_python_file() -> None:
