@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ..launch.engine import Engine
-from ..launch.flags import FlagError, FlagParser, add_common, check_range, require_alone
+from ..launch.flags import ALONE, FlagError, FlagParser, add_common, check_range, require_alone
 from ..launch.generate import SAMPLE
 from ..launch.output import people, write_json
 from ..launch.requests import SamplingParams
@@ -94,7 +94,7 @@ def parser() -> FlagParser:
     flags.add_argument("--new-tokens", type=int, default=64, help="tokens written after each prompt (default: 64)")
     flags.add_argument("--rounds", type=int, default=5, help="counted rounds (default: 5)")
     flags.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of both")
-    add_common(flags)
+    add_common(flags, ALONE)
     return flags
 
 

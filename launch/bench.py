@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-BENCHMARKS = {"decode": "decode"}
+BENCHMARKS = {"collectives": "collectives", "decode": "decode", "replay": "replay", "compare": "report"}
 """Benchmark -> module of benchmarks/."""
 
 

@@ -9,7 +9,9 @@ VERBS = {
     "doctor": ("doctor", "say whether this machine can run the ranks"),
     "checkpoint": ("checkpoint", "inspect a checkpoint, or synthesize a random one"),
     "make-sample": ("make_sample", "train the bundled sample"),
-    "bench": ("bench", "measure: bench decode"),
+    "fixture": ("fixture", "prove one transport or stage: fixture list, fixture run NAME"),
+    "diagnose": ("diagnose", "read from outside where the ranks of a job stand"),
+    "bench": ("bench", "measure: bench collectives, decode, replay, compare"),
 }
 """Verb -> (module of launch/, what it does)."""
 

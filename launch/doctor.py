@@ -46,7 +46,7 @@ class Findings:
 def parser() -> FlagParser:
     """The verb's flags."""
     flags = FlagParser(prog="meshspark doctor", description=__doc__, allow_abbrev=False)
-    add_common(flags)
+    add_common(flags, ("control", "record", "trace"))
     return flags
 
 

@@ -71,6 +71,8 @@ class RunFlags:
     transport: str = "auto"
     check: str = "auto"
     control: Path | None = None
+    record: str | None = None
+    trace: str | None = None
 
     def facts(self) -> dict[str, str | int | float]:
         """What must be equal on all ranks."""
@@ -84,6 +86,7 @@ class RunFlags:
             "seed": self.seed,
             "transport": self.transport,
             "check": self.check,
+            "record and trace": f"{self.record is not None} {self.trace is not None}",
         }
 
 
@@ -110,6 +113,8 @@ COMMON: dict[str, dict[str, Any]] = {
         "metavar": "DIR",
         "help": "folder of the control pages, for `meshspark diagnose` (default: a private temporary one)",
     },
+    "record": {"metavar": "FILE", "help": "write the run's exchanges to FILE, for `meshspark bench replay`"},
+    "trace": {"metavar": "DIR", "help": "write a timeline of stages and exchanges that Perfetto opens to DIR"},
     "numerics": {"default": "float32", "choices": NUMERICS + LATER_NUMERICS, "help": "dtypes (default: %(default)s)"},
     "seed": {"type": int, "default": 0, "help": "seed of everything random (default: %(default)s)"},
     "json": {
@@ -120,6 +125,10 @@ COMMON: dict[str, dict[str, Any]] = {
     },
 }
 """Common flag -> what argparse needs to know of it."""
+
+
+ALONE = ("transport", "check", "control", "record", "trace")
+"""Common flags that a verb of one process could only ignore."""
 
 
 def add_common(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
@@ -154,6 +163,7 @@ def resolve(
     # The file is rank 0's; the folder need not exist on the other machines.
     if rank == 0 or world_size is None:
         check_json(args.json)
+        check_json(args.record, "--record")
     if args.transport == "local" and device.kind != "cpu":
         raise ValueError(f"--transport is local, which moves CPU rows, but --device is {device}")
     if args.control is not None and args.control.exists() and not args.control.is_dir():
@@ -169,11 +179,13 @@ def resolve(
         args.transport,
         args.check,
         args.control,
+        args.record,
+        args.trace,
     )
 
 
-def check_json(target: str | None) -> None:
-    """ValueError where --json's file could not be written. Makes and changes nothing."""
+def check_json(target: str | None, flag: str = "--json") -> None:
+    """ValueError where the file of --json or --record could not be written. Makes and changes nothing."""
     if target is None or target == STANDARD_OUTPUT:
         return
     path = Path(target)
@@ -191,7 +203,7 @@ def check_json(target: str | None) -> None:
         problem = f"cannot be looked at: {unusual}"
     if problem:
         raise ValueError(
-            f"--json is {target!r}, which {problem}; allowed: a file in a folder that exists and may be written, or "
+            f"{flag} is {target!r}, which {problem}; allowed: a file in a folder that exists and may be written, or "
             f"nothing (or {STANDARD_OUTPUT}) for standard output"
         )
 

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import torch
 
-from .flags import FlagError, FlagParser, add_common, check_range, require_alone
+from .flags import ALONE, FlagError, FlagParser, add_common, check_range, require_alone
 from .output import people, write_json
 from .sample_data import is_held_out, sample_config, source_files, token_stream, train_tokenizer
 from .sample_train import Trainer, TrainSettings
@@ -107,7 +107,7 @@ def parser() -> FlagParser:
     flags.add_argument("--log-every", type=int, default=20, help="steps between log lines (default: 20)")
     flags.add_argument("--output", type=Path, default=None, help="write the checkpoint and its report here at the end")
     flags.add_argument("--docs", type=Path, default=None, help="folder of the loss curve (default: that of --output)")
-    add_common(flags)
+    add_common(flags, ALONE)
     # The bundled sample was made with this one.
     flags.set_defaults(seed=TrainSettings.seed)
     return flags

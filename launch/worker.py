@@ -196,6 +196,7 @@ def run_rank(
             groups = _start(place, flags, {**flags.facts(), **(facts or {})})
         with named_stage("run"):
             job(groups)
+            _finish(groups, flags)
     except (SystemExit, BrokenPipeError):
         # Not closed, the groups' threads would abort this process on its way out. A reader that has gone is no fault.
         if groups is not None:
@@ -206,10 +207,27 @@ def run_rank(
         if groups is not None:
             _let_go_on(groups, problem)
             with suppress(Exception):
+                _salvage(groups, flags)
+            with suppress(Exception):
                 groups.close()
         return _leave(place, FAILED)
     groups.close()
     return _leave(place, OK)
+
+
+def _finish(groups: Any, flags: RunFlags) -> None:
+    """What --record and --trace ask for."""
+    if flags.record is not None or flags.trace is not None:
+        from ..comm.trace import finish
+
+        finish(groups, flags.record, flags.trace)
+
+
+def _salvage(groups: Any, flags: RunFlags) -> None:
+    if flags.trace is not None:
+        from ..comm.trace import salvage
+
+        salvage(groups, flags.trace)
 
 
 def _let_go_on(groups: Any, problem: Exception) -> None:
@@ -240,7 +258,9 @@ def _leave(place: Place, code: int) -> int:
 
 def _start(place: Place, flags: RunFlags, facts: Mapping[str, str | int | float]) -> Any:
     from ..comm.connect import Connections, Wish
+    from ..comm.trace import CAPACITY as TRACE_RECORDS
     from ..parallel.groups import Groups
+    from ..parallel.ledger import Ledger
 
     device = flags.device.of(place.local_rank)
     job_folder = _job_folder(place)
@@ -250,6 +270,7 @@ def _start(place: Place, flags: RunFlags, facts: Mapping[str, str | int | float]
         import torch
 
         getattr(torch, flags.device.kind).set_device(device)
+    recorded = flags.record is not None or flags.trace is not None
     groups = Groups.start(
         flags.topology,
         rank=place.rank,
@@ -259,6 +280,7 @@ def _start(place: Place, flags: RunFlags, facts: Mapping[str, str | int | float]
         facts=facts,
         store=None if job_folder is None else _file_store(job_folder, place.world),
         connections=connections,
+        ledger=Ledger(TRACE_RECORDS if recorded else 0),
     )
     if place.rank == 0 and place.world > 1:
         _tell_connections(connections, flags)
@@ -305,14 +327,14 @@ def report(place: Place, problem: BaseException, *, usage: bool = False) -> None
 
 def failure_text(place: Place, problem: BaseException, *, usage: bool = False) -> str:
     """One line of who failed, where, and how."""
-    if usage or type(problem).__name__ == "RequestFailed":
+    if usage or type(problem).__name__ in ("FixtureFailed", "RequestFailed"):
         return str(problem)
     kind = "" if _is_joint(problem) else f"{type(problem).__name__}: "
     return f"rank {place.rank} failed in stage {stage_of(problem) or '?'}: {kind}{problem}"
 
 
 def _is_joint(problem: BaseException) -> bool:
-    return type(problem).__name__ in ("CheckpointError", "CollectiveMismatch", "FlagError")
+    return type(problem).__name__ in ("CheckpointError", "CollectiveMismatch", "FixtureFailed", "FlagError")
 
 
 def _is_expected(problem: BaseException) -> bool:

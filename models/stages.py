@@ -6,16 +6,19 @@ from contextlib import contextmanager
 
 import torch
 
+from ..parallel.ledger import Ledger, StageSpan
+
 
 class StageClock:
     """Seconds per stage name; nested stages count in both. A disabled clock costs one branch.
 
     Other devices than the CPU work behind the program: an enabled clock waits for `device` at both ends of a stage,
     so that its time is its own. That makes the whole step slower than it is without a clock.
+    An enabled `ledger` keeps every stage with its times.
     """
 
-    def __init__(self, enabled: bool = False, device: str = "cpu") -> None:
-        self.enabled, self.device = enabled, device
+    def __init__(self, enabled: bool = False, device: str = "cpu", ledger: Ledger | None = None) -> None:
+        self.enabled, self.device, self._ledger = enabled, device, Ledger() if ledger is None else ledger
         self.seconds: dict[str, float] = {}
         self.current: str | None = None
 
@@ -27,7 +30,10 @@ class StageClock:
         # Not in a finally: after an exception `current` names the stage that failed.
         self.current = outer
         if self.enabled:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + self._now() - begin
+            end = self._now()
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + end - begin
+            if self._ledger.enabled:
+                self._ledger.stages.append(StageSpan(stage, begin, end))
 
     def _now(self) -> float:
         if torch.device(self.device).type != "cpu":

@@ -65,7 +65,7 @@ class Groups:
         topology = Topology() if topology is None else topology
         if topology.world != 1:
             raise ValueError(f"world is {topology.world} in {topology}, allowed: 1 for a rank alone")
-        return _Maker(topology, 0, "none", device, 60.0, ledger or Ledger()).single()
+        return _Maker(topology, 0, "none", device, 60.0, Ledger() if ledger is None else ledger).single()
 
     @classmethod
     def start(
@@ -105,9 +105,8 @@ class Groups:
         except RuntimeError as problem:
             raise _start_error(problem, topology) from problem
         try:
-            maker = _Maker(
-                topology, rank, backend, device, timeout, ledger or Ledger(), store, tuple(told), connections
-            )
+            own_ledger = Ledger() if ledger is None else ledger
+            maker = _Maker(topology, rank, backend, device, timeout, own_ledger, store, tuple(told), connections)
             return maker.make()
         except BaseException:
             dist.destroy_process_group()

@@ -21,14 +21,23 @@ class Record(NamedTuple):
     end: float
 
 
+class StageSpan(NamedTuple):
+    """A stage of a step on this rank. Times are seconds of time.perf_counter."""
+
+    name: str
+    start: float
+    end: float
+
+
 class Ledger:
-    """The latest `capacity` records; a capacity of 0 records nothing."""
+    """The latest `capacity` records, and as many `stages`; a capacity of 0 keeps nothing."""
 
     def __init__(self, capacity: int = 0) -> None:
         if capacity < 0:
             raise ValueError(f"capacity is {capacity}, allowed: from 0")
         self.capacity = capacity
         self._records: deque[Record] = deque(maxlen=capacity)
+        self.stages: deque[StageSpan] = deque(maxlen=capacity)
 
     @property
     def enabled(self) -> bool:
@@ -42,6 +51,7 @@ class Ledger:
     def clear(self) -> None:
         """Forget all records."""
         self._records.clear()
+        self.stages.clear()
 
     def __len__(self) -> int:
         return len(self._records)

@@ -10,8 +10,26 @@ import pytest
 
 from meshspark.benchmarks import decode
 from meshspark.launch import bench, checkpoint, cli, doctor, exchange, generate, make_sample
+from meshspark.launch.flags import ALONE
 
-COMMON = ["--backend", "--device", "--ep", "--json", "--numerics", "--ranks", "--seed", "--timeout", "--tp"]
+COMMON = sorted(
+    [
+        "--backend",
+        "--check",
+        "--control",
+        "--device",
+        "--ep",
+        "--json",
+        "--numerics",
+        "--ranks",
+        "--record",
+        "--seed",
+        "--timeout",
+        "--tp",
+        "--trace",
+        "--transport",
+    ]
+)
 GENERATE = ["--chat", "--checkpoint", "--max-new-tokens", "--prompt", "--prompt-file", "--stop", "--temperature"]
 
 
@@ -28,12 +46,13 @@ def _flags(parser):
 
 def test_flags_are_frozen():
     assert _flags(generate.parser()) == sorted([*COMMON, *GENERATE, "--top-p"])
-    assert _flags(doctor.parser()) == COMMON
+    assert _flags(doctor.parser()) == [f for f in COMMON if f not in ("--control", "--record", "--trace")]
     assert _flags(exchange.parser()) == [flag for flag in COMMON if flag not in ("--json", "--numerics")]
     own = ["--docs", "--log-every", "--minutes", "--output", "--threads", "--work"]
-    assert _flags(make_sample.parser()) == sorted([*COMMON, *own])
+    alone = [flag for flag in COMMON if flag.removeprefix("--") not in ALONE]
+    assert _flags(make_sample.parser()) == sorted([*alone, *own])
     own = ["--checkpoint", "--new-tokens", "--prompt-tokens", "--prompts", "--rounds", "--threads"]
-    assert _flags(decode.parser()) == sorted([*COMMON, *own])
+    assert _flags(decode.parser()) == sorted([*alone, *own])
     assert _flags(checkpoint.parser()) == [
         "inspect --json",
         "inspect --preset",
@@ -51,8 +70,8 @@ def test_defaults():
 
 
 def test_verbs_are_frozen():
-    assert list(cli.VERBS) == ["generate", "doctor", "checkpoint", "make-sample", "bench"]
-    assert list(bench.BENCHMARKS) == ["decode"]
+    assert list(cli.VERBS) == ["generate", "doctor", "checkpoint", "make-sample", "fixture", "diagnose", "bench"]
+    assert list(bench.BENCHMARKS) == ["collectives", "decode", "replay", "compare"]
 
 
 def test_help_imports_no_torch():

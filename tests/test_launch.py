@@ -237,6 +237,7 @@ def test_torchrun_and_flags_that_disagree_are_one_message():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_start_ups_in_a_row():
     """No port, store or process of one start disturbs the next."""
     for number in range(20):

@@ -80,7 +80,7 @@ class Model:
         if isinstance(weights, RankWeights):
             weights.require(groups.topology, groups.rank)
         self.config, self.groups, self.numerics = config, groups, numerics
-        self.clock = StageClock(device=groups.device)
+        self.clock = StageClock(device=groups.device, ledger=groups.ledger)
         self.embed, self.head, self.norm = weights["embed.weight"], weights["head.weight"], weights["norm.weight"]
         self.hc_head = _hyper(weights, "hc_head")
         self.blocks = tuple(_block(weights, config, layer) for layer in range(config.num_hidden_layers))
