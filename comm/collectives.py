@@ -1,4 +1,4 @@
-"""The four exchanges on which all others stand.
+"""The exchanges on which all others stand.
 
 Letters: T rows of a rank, R rows received. Any layout of the caller's tensor is accepted; a group of one gets
 its own tensor back. Backend failures become typed errors and end the use of the groups.
@@ -61,7 +61,7 @@ def view_gathered_rows(x: torch.Tensor, group: Group, *, stage: str) -> torch.Te
 
     It must not be written, and holds only until the group's next exchange.
     """
-    if group.size == 1 or group.transport != "local":
+    if group.size == 1 or group.transport != "local" or not x.numel():
         return all_gather_rows(x, group, stage=stage)
     _check_rows(x, "x")
     rows = x.detach().contiguous()

@@ -108,8 +108,10 @@ class Groups:
             own_ledger = Ledger() if ledger is None else ledger
             maker = _Maker(topology, rank, backend, device, timeout, own_ledger, store, tuple(told), connections)
             return maker.make()
-        except BaseException:
+        except BaseException as problem:
             dist.destroy_process_group()
+            if isinstance(problem, RuntimeError) and not isinstance(problem, CommError):
+                raise _start_error(problem, topology) from problem
             raise
 
     def derive(self, topology: Topology, facts: Mapping[str, Fact] | None = None) -> "Groups":
