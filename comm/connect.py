@@ -24,6 +24,7 @@ from .direct import Nonce, can_read, find_read
 from .doorbell import BYE, Doorbell
 from .link import Host, Link
 from .sampled import SideChannel
+from .window import LEAST_BYTES, NoRoom, make_memory
 
 FOLDER_PREFIX = "meshspark-control-"
 TOKEN_BYTES = 32
@@ -146,7 +147,9 @@ class Connections:
         assert groups.store is not None
         store = dist.PrefixStore(f"host {min(self.locals)}", groups.store)
         meeting = _Meeting(store, groups.rank, self.locals, groups.world.timeout)
-        host, why = None, "" if len(self.locals) > 1 else "no other rank is on this host"
+        alone = "" if len(self.locals) > 1 else "no other rank is on this host"
+        # Where there is no room for any window, that is better known before anybody waits for anybody.
+        host, why = None, alone or meeting.verdict(_memory_trouble(), "memory")
         if not why:
             try:
                 host = self._build(meeting, facts)
@@ -176,6 +179,15 @@ class Connections:
         readable = all(can_read(int(facts[r]["pid"]), int(facts[r]["address"]), str(facts[r]["nonce"])) for r in others)
         read = find_read() if not meeting.verdict("" if readable else "memory is private", "read") else None
         return Host(doorbell, page, folder, {rank: int(facts[rank]["pid"]) for rank in self.locals}, read)
+
+
+def _memory_trouble() -> str:
+    """Why not even the smallest window can be made, empty if it can."""
+    try:
+        os.close(make_memory(LEAST_BYTES))
+    except NoRoom as problem:
+        return f"{problem}"
+    return ""
 
 
 class _Meeting:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_pool import RankPool
 
 from meshspark.comm import collectives, connect, control_page, direct, local, oracle, window
 from meshspark.comm.connect import Connections, Wish
@@ -308,12 +309,15 @@ def test_control_pages_keep_the_latest_calls_and_refuse_other_files(tmp_path):
         control_page.ControlPage(tmp_path / "link.control", 0)
 
 
-def other_hosts(groups):
-    """Ranks that claim different hosts: auto stays on torch and says why, local is an error on all."""
+def not_local(groups, why):
+    """Ranks that cannot share memory: auto stays on torch and says why, local is an error on all."""
     store, rank, topology = groups.store, groups.rank, groups.topology
     groups.close()
-    real = connect.host_identity
-    connect.host_identity = lambda: f"host {rank % 2}"
+    real = connect.host_identity, connect.make_memory
+    if why == "hosts":
+        connect.host_identity = lambda: f"host {rank % 2}"
+    elif rank == 1:
+        connect.make_memory = _no_room
     try:
         auto = Connections(Wish())
         made = Groups.start(topology, rank=rank, backend="gloo", timeout=20.0, store=store, connections=auto)
@@ -328,20 +332,25 @@ def other_hosts(groups):
         except TransportError as problem:
             said = str(problem)
     finally:
-        connect.host_identity = real
+        connect.host_identity, connect.make_memory = real
     return json.dumps([told, gathered, said])
 
 
-def test_ranks_of_other_hosts_stay_on_torch_and_say_so():
-    from rank_pool import RankPool
+def _no_room(capacity):
+    raise window.NoRoom(28, "2 bytes of shared memory: No space left on device")
 
+
+@pytest.mark.parametrize(
+    ("why", "note"), [("hosts", "no other rank is on this host"), ("memory", "rank 1: [Errno 28] 2 bytes of shared memory")]
+)
+def test_where_memory_cannot_be_shared_ranks_stay_on_torch_and_say_so(why, note):
     pool = RankPool(2, 20.0)
     try:
-        answers = pool.run(Topology(2, 1, 2), "test_local:other_hosts", timeout=60)
+        answers = pool.run(Topology(2, 1, 2), "test_local:not_local", timeout=60, why=why)
     finally:
         pool.kill()
     for answer in map(json.loads, answers):
-        (transport, check, note, tp_transport), gathered, said = answer
+        (transport, check, found, tp_transport), gathered, said = answer
         assert (transport, check, tp_transport) == ("torch", "sampled", "torch")
-        assert "no other rank is on this host" in note and gathered == [0, 1]
+        assert note in found and gathered == [0, 1]
         assert "--transport local is not to be had" in said
