@@ -341,7 +341,7 @@ def _no_room(capacity):
 
 
 @pytest.mark.parametrize(
-    ("why", "note"), [("hosts", "no other rank is on this host"), ("memory", "rank 1: [Errno 28] 2 bytes of shared memory")]
+    ("why", "note"), [("hosts", "no other rank is on this host"), ("memory", "rank 1: [Errno 28] 2 bytes of shared")]
 )
 def test_where_memory_cannot_be_shared_ranks_stay_on_torch_and_say_so(why, note):
     pool = RankPool(2, 20.0)

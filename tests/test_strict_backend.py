@@ -24,6 +24,8 @@ from meshspark.comm import backend, collectives, context_gather, experts, logits
 from meshspark.comm.connect import Connections, Wish
 from meshspark.launch.engine import Engine
 from meshspark.launch.exchange import try_exchanges
+from meshspark.launch.fixture import registry
+from meshspark.launch.fixtures.harness import PASSED, Options, Run, run_fixture
 from meshspark.models.checkpoint.share import shard_weights
 from meshspark.models.numerics import numerics
 from meshspark.models.v4.config import PRESETS
@@ -131,6 +133,34 @@ def test_every_exchange_keeps_the_rules(own_ranks: RankPools, flavour: str, worl
     for calls in answers:
         assert set(calls) == {FLAVOURS[flavour].gather, "all_to_all_single"}, calls
         assert min(calls.values()) > 50, calls
+
+
+def fixtures(base: Groups, flavour: str, folder: str, names: list[str]) -> dict:
+    """What each fixture says on a device."""
+    played, found = FLAVOURS[flavour], {}
+    with device_groups(base, played, Topology(2, 2, 2), folder) as (groups, stand):
+        for name in names:
+            fixture = registry()[name]
+            options = Options(local_t=17, case="subcapacity" if "case" in fixture.flags else None)
+            rows = run_fixture(fixture, Run(groups, options))
+            found[name] = sorted({f"{row.output}: {row.verdict}" for row in rows if row.verdict != PASSED})
+        assert set(stand.calls) == {played.gather, "all_to_all_single"}
+    return found
+
+
+QUICK = ("cp-allgather", "publish", "experts", "logits", "agreement")
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(registry()), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_fixtures_pass_on_the_stand_in(
+    own_ranks: RankPools, flavour: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The commands that docs/backends.md asks people to run first on a device."""
+    target = "test_strict_backend:fixtures"
+    more = {"flavour": flavour, "folder": str(tmp_path), "names": list(names)}
+    answers = own_ranks.run(Topology(2, 1, 2), target, timeout=150, **more)
+    assert answers == [{name: [] for name in names}] * 2
 
 
 def device_model(groups: Groups, mode: str) -> Model:
