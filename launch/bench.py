@@ -4,7 +4,13 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-BENCHMARKS = {"collectives": "collectives", "decode": "decode", "replay": "replay", "compare": "report"}
+BENCHMARKS = {
+    "collectives": "collectives",
+    "decode": "decode",
+    "failures": "failures",
+    "replay": "replay",
+    "compare": "report",
+}
 """Benchmark -> module of benchmarks/."""
 
 

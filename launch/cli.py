@@ -11,7 +11,7 @@ VERBS = {
     "make-sample": ("make_sample", "train the bundled sample"),
     "fixture": ("fixture", "prove one transport or stage: fixture list, fixture run NAME"),
     "diagnose": ("diagnose", "read from outside where the ranks of a job stand"),
-    "bench": ("bench", "measure: bench collectives, decode, replay, compare"),
+    "bench": ("bench", "measure: bench collectives, decode, failures, replay, compare"),
 }
 """Verb -> (module of launch/, what it does)."""
 

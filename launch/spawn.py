@@ -60,7 +60,7 @@ def run_local(module: str, argv: Sequence[str], ranks: int) -> int:
 
     with tempfile.TemporaryDirectory(prefix="meshspark-") as folder:
         try:
-            with _signals_restored(), environment_for_ranks(ranks, _loopback()):
+            with _signals_restored(), environment_for_ranks(ranks, loopback()):
                 _launch(module, argv, ranks, folder)
         except ChildFailedError as failure:
             codes = {rank: f.exitcode for rank, f in failure.failures.items()}
@@ -106,7 +106,7 @@ def _quieten() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _loopback() -> str | None:
+def loopback() -> str | None:
     """The loopback interface's name: where a host's name leads elsewhere, gloo would leave the machine."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)

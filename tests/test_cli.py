@@ -71,7 +71,7 @@ def test_defaults():
 
 def test_verbs_are_frozen():
     assert list(cli.VERBS) == ["generate", "doctor", "checkpoint", "make-sample", "fixture", "diagnose", "bench"]
-    assert list(bench.BENCHMARKS) == ["collectives", "decode", "replay", "compare"]
+    assert list(bench.BENCHMARKS) == ["collectives", "decode", "failures", "replay", "compare"]
 
 
 def test_help_imports_no_torch():
