@@ -266,6 +266,14 @@ class RankPools:
         """`RankPool.run` on the pool of the topology's size."""
         return self.pool(topology.world).run(topology, target, timeout, **kwargs)
 
+    def run_both(self, topology: Topology, target: str, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+        """`run` over both transports, whose results must be the same."""
+        local = self.run(topology, target, timeout, **kwargs)
+        if topology.world > 1:
+            torch_results = self.run(topology, target, timeout, transport="torch", **kwargs)
+            assert local == torch_results, f"{target}: local {local}, torch {torch_results}"
+        return local
+
     def kill(self) -> None:
         """End every rank of every pool."""
         for pool in self._pools.values():

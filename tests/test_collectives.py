@@ -191,11 +191,11 @@ def ledger_of_a_call(groups):
     ],
 )
 def test_against_the_oracle(ranks, world, body):
-    ranks.run(Topology(world, 1, world), f"test_collectives:{body}", timeout=120)
+    ranks.run_both(Topology(world, 1, world), f"test_collectives:{body}", timeout=120)
 
 
 def test_sub_groups_have_their_own_first_rank(ranks):
-    got = ranks.run(Topology(4, 2, 4), "test_collectives:first_of_my_group")
+    got = ranks.run_both(Topology(4, 2, 4), "test_collectives:first_of_my_group")
     everyone = [0, 1, 2, 3]
     assert got == [
         ["0", [0, 1], everyone, 0, 0],

@@ -62,12 +62,12 @@ def every_pattern(groups):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind(ranks, world, mode, kind):
-    ranks.run(Topology(world, world, world), "test_context_gather:sweep", kind=kind, mode=mode)
+    ranks.run_both(Topology(world, world, world), "test_context_gather:sweep", kind=kind, mode=mode)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_pattern(ranks, world):
-    ranks.run(Topology(world, world, world), "test_context_gather:every_pattern")
+    ranks.run_both(Topology(world, world, world), "test_context_gather:every_pattern")
 
 
 def test_two_groups_of_two(ranks):

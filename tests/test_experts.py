@@ -161,12 +161,12 @@ def foreign_group(groups):
 @pytest.mark.parametrize("ep", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float64"])
 def test_against_the_oracle(ranks, ep, dtype):
-    ranks.run(Topology(ep, 1, ep), "test_experts:sweep", timeout=120, dtype=dtype)
+    ranks.run_both(Topology(ep, 1, ep), "test_experts:sweep", timeout=120, dtype=dtype)
 
 
 @pytest.mark.parametrize("ep", [2, 3, 4])
 def test_small_and_large_messages(ranks, ep):
-    ranks.run(Topology(ep, 1, ep), "test_experts:both_ways", timeout=120)
+    ranks.run_both(Topology(ep, 1, ep), "test_experts:both_ways", timeout=120)
 
 
 @pytest.mark.parametrize("ep", [1, 3, 4])
@@ -186,7 +186,7 @@ def test_two_expert_blocks_side_by_side(ranks):
 @pytest.mark.parametrize("ep", [1, 2, 3, 4])
 @pytest.mark.parametrize("how", ["random", "last rank", "nowhere", "holes"])
 def test_gradients(ranks, ep, how):
-    ranks.run(Topology(ep, 1, ep), "test_experts:gradients", how=how)
+    ranks.run_both(Topology(ep, 1, ep), "test_experts:gradients", how=how)
 
 
 def test_a_gradient_on_one_rank_only_is_an_error_on_all(ranks):

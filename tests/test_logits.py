@@ -54,13 +54,13 @@ def give_back(groups, dtype):
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_asked_rows(ranks, tp):
-    ranks.run(Topology(tp, tp, tp), "test_logits:gather")
+    ranks.run_both(Topology(tp, tp, tp), "test_logits:gather")
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_logits_and_best(ranks, tp, dtype):
-    ranks.run(Topology(tp, tp, tp), "test_logits:give_back", dtype=dtype)
+    ranks.run_both(Topology(tp, tp, tp), "test_logits:give_back", dtype=dtype)
 
 
 def test_two_tensor_groups(ranks):

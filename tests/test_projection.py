@@ -56,7 +56,7 @@ def weights(groups, num_groups):
 @pytest.mark.parametrize(("tp", "num_groups"), CASES)
 @pytest.mark.parametrize("body", ["publish", "reduce", "weights"])
 def test_against_the_oracle(ranks, tp, num_groups, body):
-    ranks.run(Topology(tp, tp, tp), f"test_projection:{body}", num_groups=num_groups)
+    ranks.run_both(Topology(tp, tp, tp), f"test_projection:{body}", num_groups=num_groups)
 
 
 def test_two_tensor_groups_side_by_side(ranks):
