@@ -37,12 +37,29 @@ def host_identity() -> str:
     Boot and network namespace together: two namespaces share a boot, two machines may share a namespace's number.
     Without either (not Linux), a value that no other process has.
     """
+    network = network_identity()
+    return f"{network} {os.getuid()}" if network else f"alone {os.getpid()} {secrets.token_hex(8)}"
+
+
+def network_identity() -> str:
+    """What is equal for two ranks exactly if a loopback address leads from one to the other; empty if not Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        network = Path("/proc/self/ns/net").stat().st_ino
+        return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
     except OSError:
-        return f"alone {os.getpid()} {secrets.token_hex(8)}"
-    return f"{boot} {network} {os.getuid()}"
+        return ""
+
+
+def loopback_of(interface: str | None) -> str:
+    """Why gloo would listen on loopback alone, empty if it would not: its interface, or this host's own address."""
+    if interface is not None:
+        return f"GLOO_SOCKET_IFNAME is {interface!r}" if interface in ("lo", "lo0") else ""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return f"{name} has no address"
+    return f"{name} is {address}" if address.startswith("127.") else ""
 
 
 @dataclass(frozen=True)
@@ -61,12 +78,14 @@ class Wish:
 class Connections:
     """One rank's connections on its host, for all `Groups` of its process; the wiring of their health.
 
-    note: why there are none, where there are none.
+    interface: what GLOO_SOCKET_IFNAME says. note: why there are no connections, where there are none.
     """
 
-    def __init__(self, wish: Wish) -> None:
+    def __init__(self, wish: Wish, interface: str | None = None) -> None:
         self.wish, self.host, self.note = wish, None, ""
+        self._interface = interface
         self.locals: tuple[int, ...] = ()
+        self.names: tuple[str, ...] = ()
         self._nonce = Nonce()
         self._own_folder = False
 
@@ -88,9 +107,22 @@ class Connections:
             "host": host_identity(),
             "name": socket.gethostname(),
             "pid": os.getpid(),
+            "network": network_identity(),
+            "loopback": loopback_of(self._interface),
             "nonce": self._nonce.text,
             "address": self._nonce.address,
         }
+
+    def check(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """TransportError on all ranks if gloo would listen where ranks of another host cannot reach it."""
+        alone = [rank for rank, fact in enumerate(told) if fact["loopback"]]
+        networks = {fact["network"] for fact in told} - {""}
+        if not alone or len(networks) < 2:
+            return
+        found = "; ".join(f"rank {rank} on host {told[rank]['name']}: {told[rank]['loopback']}" for rank in alone)
+        text = f"gloo would listen on loopback, which no other host reaches ({found}); set GLOO_SOCKET_IFNAME to the "
+        text += "interface of the network that joins the hosts"
+        raise TransportError(text, group="world", sequence=0, op="connect", stage="start", ranks=alone)
 
     def connect(self, groups: Groups) -> None:
         """Give every group of `groups` its control and transport; the first call connects the ranks of this host.
@@ -114,7 +146,8 @@ class Connections:
             return
         # An idle rank waits in the front group for days: nobody would answer its question.
         group.check = "off" if group.name == "front" else self.wish.check.replace("auto", "sampled")
-        group.control = SideChannel(group.side, self.host.page if self.host is not None else None)
+        near = None if self.host is None else Link(group, self.host)
+        group.control = SideChannel(group.side, near, {r: self.names[r] for r in group.ranks if r not in self.locals})
 
     def tell(self, failure: CommError) -> None:
         """Tell the ranks of this host why this one gives up, and hang up."""
@@ -140,6 +173,7 @@ class Connections:
     def _meet(self, groups: Groups) -> None:
         facts = groups.told
         mine = facts[groups.rank]["host"]
+        self.names = tuple(str(fact["name"]) for fact in facts)
         self.locals = tuple(rank for rank, fact in enumerate(facts) if fact["host"] == mine)
         if not self.wish.wants_host:
             self.note = "the torch transport was asked for, without checks"

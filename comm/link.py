@@ -57,7 +57,8 @@ class Link:
 
     def __init__(self, group: Group, host: Host) -> None:
         self.host, self.ranks, self.me = host, group.ranks, group.rank
-        self.peers = tuple(rank for rank in group.ranks if rank != group.ranks[group.rank])
+        # Of a group that spans several hosts, those that are here.
+        self.peers = tuple(r for r in group.ranks if r in host.pids and r != group.ranks[group.rank])
         self.window: Window | None = None
 
     @property
@@ -204,10 +205,10 @@ class Link:
         error.signatures = {rank: standing.notes for rank, standing in found.items()}
         return error
 
-    def explain(self, call: Call) -> CommError | None:
+    def explain(self, call: Call, problem: Exception) -> CommError | None:
         """Whose end broke a call of the backend, if somebody's did."""
         try:
             self.host.doorbell.hear(self.peers, time.monotonic() + EXPLAIN_SECONDS)
-        except (PeersLate, PeerGone) as problem:
-            return self._typed(call, problem) if isinstance(problem, PeerGone) else None
+        except (PeersLate, PeerGone) as end:
+            return self._typed(call, end) if isinstance(end, PeerGone) else None
         return None

@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import math
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -265,11 +267,15 @@ def _start(place: Place, flags: RunFlags, facts: Mapping[str, str | int | float]
     device = flags.device.of(place.local_rank)
     job_folder = _job_folder(place)
     own = None if job_folder is None else job_folder / "control"
-    connections = Connections(Wish(flags.transport, flags.check, flags.control or own))
+    wish = Wish(flags.transport, flags.check, flags.control or own)
+    connections = Connections(wish, os.environ.get("GLOO_SOCKET_IFNAME"))
     if flags.device.kind != "cpu":
         import torch
 
         getattr(torch, flags.device.kind).set_device(device)
+    if flags.backend == "hccl":
+        # Below ours its error, which names no rank, would come first; far above, a stuck device would hold the job.
+        os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(math.ceil(flags.timeout) + 10))
     recorded = flags.record is not None or flags.trace is not None
     groups = Groups.start(
         flags.topology,
@@ -278,7 +284,7 @@ def _start(place: Place, flags: RunFlags, facts: Mapping[str, str | int | float]
         device=device,
         timeout=flags.timeout,
         facts=facts,
-        store=None if job_folder is None else _file_store(job_folder, place.world),
+        store=_own_store(place, flags.timeout) if job_folder is None else _file_store(job_folder, place.world),
         connections=connections,
         ledger=Ledger(TRACE_RECORDS if recorded else 0),
     )
@@ -307,6 +313,24 @@ def _file_store(folder: Path, world: int) -> Any:
     import torch.distributed as dist
 
     return dist.FileStore(str(folder / "ranks"), world)
+
+
+def _own_store(place: Place, seconds: float) -> Any:
+    """Where ranks that were started by hand meet, without waiting for all; None where a launcher has a store."""
+    if place.managed or place.world == 1:
+        return None
+    import torch.distributed as dist
+
+    from ..parallel.errors import error_kind, first_line
+
+    address, port = os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT")
+    ends = timedelta(seconds=seconds)
+    try:
+        return dist.TCPStore(address, port, place.world, place.rank == 0, timeout=ends, wait_for_workers=False)
+    except RuntimeError as problem:
+        text = f"no store at {address}:{port}: {first_line(problem)}"
+        kind = error_kind(str(problem))
+        raise kind(text, group="world", sequence=0, op="start", stage="start", ranks=range(place.world)) from problem
 
 
 def report(place: Place, problem: BaseException, *, usage: bool = False) -> None:

@@ -25,7 +25,7 @@ class Control(Protocol):
     def leave(self) -> None:
         """It is over."""
 
-    def explain(self, call: "Call") -> CommError | None:
+    def explain(self, call: "Call", problem: Exception) -> CommError | None:
         """Whose end or failure broke the backend's call, if that is known."""
 
 
@@ -67,10 +67,16 @@ class Health:
         for group in self.groups:
             if group.device == "cpu":
                 _drop(group)
+            side, group.side = group.side, None
+            _destroy(side)
 
 
 def _drop(group: "Group") -> None:
     process_group, group.process_group = group.process_group, None
+    _destroy(process_group)
+
+
+def _destroy(process_group: dist.ProcessGroup | None) -> None:
     if process_group is None or not dist.is_initialized():
         return
     # Several groups may stand on one process group, and the end of the world's ends all: then it is gone already.
@@ -168,7 +174,7 @@ class Group:
             self._record(signature, start)
 
     def _typed(self, call: Call, problem: Exception) -> CommError:
-        known = self.control.explain(call) if self.control is not None else None
+        known = self.control.explain(call, problem) if self.control is not None else None
         return known or call.error(error_kind(str(problem)), first_line(problem))
 
     def _record(self, signature: Signature, start: float) -> None:

@@ -1,6 +1,6 @@
 """Groups: the process groups of a topology. The only file that starts torch.distributed and makes groups."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
@@ -24,6 +24,9 @@ class Connections(Wiring, Protocol):
 
     def told(self) -> Mapping[str, Fact]:
         """What this rank tells all others when they meet."""
+
+    def check(self, told: Sequence[Mapping[str, Fact]]) -> None:
+        """Raise on all ranks alike where what they told cannot work, before a backend starts."""
 
     def connect(self, groups: "Groups") -> None:
         """Equip new groups. Collective over the world."""
@@ -100,6 +103,8 @@ class Groups:
         ends = timedelta(seconds=timeout)
         own = None if connections is None else connections.told()
         told = compare_facts(store, topology, rank, facts or {}, told=own, timeout=timeout)
+        if connections is not None:
+            connections.check(told)
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=topology.world, timeout=ends)
         except RuntimeError as problem:

@@ -77,7 +77,7 @@ def test_formulas_refuse_and_do_not_divide_by_zero():
 
 
 def test_code_and_docs_use_the_same_words():
-    document = Path(driver.__file__).parent.parent.joinpath("docs", "collectives.md").read_text()
+    document = Path(__file__).parent.parent.joinpath("docs", "collectives.md").read_text(encoding="utf-8")
     points = re.findall(r"^\* .*\n(?:  .*\n)*", driver.__doc__, re.MULTILINE)
     assert len(points) == 5
     for point in points:
@@ -379,6 +379,7 @@ def test_plot_says_what_it_misses(monkeypatch, capsys, tmp_path):
 
 
 def test_command_writes_all_that_it_promises(capfd, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
     monkeypatch.setenv("MESHSPARK_SECRET", "hush")
     paths = [tmp_path / name for name in ("a.json", "a.msgpack", "a.png")]
     files = [part for flag, path in zip(("--json", "--samples", "--plot"), paths, strict=True) for part in (flag, path)]
@@ -455,6 +456,7 @@ def test_compare_refuses(tmp_path, capsys, text, message):
 
 
 def test_plot_has_a_panel_for_each_op(tmp_path):
+    pytest.importorskip("matplotlib")
     row = Row("all-gather", 1024, 512, "bfloat16", 2, "torch", 100.0, 110.0, 90.0, 1.0, 0.5, 0, 0.5)
     rows = [asdict(one) for one in (row, replace(row, bytes=0, limit=None), replace(row, op="control", limit=None))]
     report.plot(rows, tmp_path / "a.png")

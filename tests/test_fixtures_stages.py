@@ -252,7 +252,7 @@ def test_every_bound_has_a_reason_and_none_is_looser_than_bfloat16():
 )
 def test_what_a_user_got_wrong_is_named(given, words):
     with pytest.raises(ValueError, match=words):
-        run_fixture(BY_NAME["rmsnorm"], Run(Groups.single(), Options(**given)))
+        BY_NAME["rmsnorm"].check(Options(**given))
 
 
 def test_page_maps_are_permuted_and_differ_between_ranks(ranks):

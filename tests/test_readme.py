@@ -82,7 +82,7 @@ def _cli_commands() -> list[list[str]]:
 def test_commands_have_their_verbs_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
     from meshspark.launch.cli import main
 
-    verbs = {"generate": 1, "doctor": 1, "checkpoint": 2, "make-sample": 1, "bench": 2}
+    verbs = {"generate": 1, "doctor": 1, "checkpoint": 2, "make-sample": 1, "bench": 2, "fixture": 2, "diagnose": 1}
     commands = _cli_commands()
     assert {command[0] for command in commands} >= {"generate", "doctor", "checkpoint"}
     for command in commands:
