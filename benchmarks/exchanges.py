@@ -81,7 +81,7 @@ def mpi_world(group: Group) -> Any | None:
 def gather(s: Setting, op: str, rows: int, columns: int, dtype: torch.dtype) -> Exchange:
     """all_gather_rows of [rows, columns] from each rank."""
     n, share, origin = s.group.size, rows * columns, s.origin(op)
-    out = torch.empty(n * rows, columns, dtype=dtype, device=s.group.device) if s.peers else torch.empty(0)
+    out = torch.empty(n * rows, columns, dtype=dtype, device=s.group.device)
     single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def fill(epoch: int) -> torch.Tensor:
@@ -98,7 +98,7 @@ def gather(s: Setting, op: str, rows: int, columns: int, dtype: torch.dtype) -> 
     def mpi(world: Any) -> Call:
         return Call(lambda x: _mpi(world.Allgather, x, out))
 
-    own = Call(lambda x: all_gather_rows(x, s.group, stage=STAGE))
+    own = Call(lambda x: all_gather_rows(x, s.group, stage=STAGE, out=out))
     calls = s.calls(own, Call(plain), mpi)
     if s.group.transport == "local" and s.group.size > 1 and share:
         calls["local view"] = Call(lambda x: view_gathered_rows(x, s.group, stage=STAGE))
@@ -130,7 +130,7 @@ def all_to_all(s: Setting, op: str, rows: int, columns: int, dtype: torch.dtype)
         splits = [[c * scale for c in sent]], [[c * scale for c in received]]
         return Call(lambda x: _mpi(world.Alltoallv, x, out, *splits))
 
-    own = Call(lambda x: exchange_rows(x, s.group, sent, received, stage=STAGE))
+    own = Call(lambda x: exchange_rows(x, s.group, sent, received, stage=STAGE, out=out))
     count = busiest(counts) * columns
     return made(op, "exchange", count, dtype, s, fill, s.calls(own, Call(plain), mpi), wrong, skewed=True)
 
@@ -146,7 +146,7 @@ def reduction(s: Setting, op: str, count: int, dtype: torch.dtype) -> Exchange:
         return origin.small(epoch, me, 0, count, dtype, n).to(s.group.device)
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        return (reduce_scatter_rows if scatter else all_reduce_rows)(x, s.group, stage=STAGE)
+        return (reduce_scatter_rows if scatter else all_reduce_rows)(x, s.group, stage=STAGE, out=out)
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         if scatter:

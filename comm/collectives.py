@@ -16,30 +16,38 @@ from ..parallel.signature import Signature
 from . import backend, local
 
 
-def all_gather_rows(x: torch.Tensor, group: Group, *, stage: str) -> torch.Tensor:
+def all_gather_rows(x: torch.Tensor, group: Group, *, stage: str, out: torch.Tensor | None = None) -> torch.Tensor:
     """All ranks' rows, [T, ...] -> [size * T, ...]: by source rank, then by row.
 
-    T and the other sizes are equal on all ranks. Gradients do not cross: ValueError if x needs one.
+    T and the other sizes are equal on all ranks. Gradients do not cross: ValueError if x needs one. The result is
+    `out` where one is given; memory that is used again saves its first touch, most of the time of a large gather.
     """
     if group.size == 1:
-        return x
+        return x if out is None else out.copy_(x)
     _check_rows(x, "x")
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"x of stage {stage} needs a gradient, which all_gather_rows does not carry; detach it")
     rows = x.detach().contiguous()
-    out = rows.new_empty((group.size * rows.shape[0], *rows.shape[1:]))
+    out = _room(out, (group.size * rows.shape[0], *rows.shape[1:]), rows)
     with group.call(_signature("all_gather_rows", stage, rows, group.size - 1)) as call:
         backend.all_gather(call, out, rows)
     return out
 
 
 def exchange_rows(
-    x: torch.Tensor, group: Group, send_counts: Sequence[int], recv_counts: Sequence[int], *, stage: str
+    x: torch.Tensor,
+    group: Group,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    *,
+    stage: str,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rows to their destinations, [T, ...] -> [R, ...]: by source rank, then by row.
 
     x holds send_counts[d] rows for each rank d in order; recv_counts[s] come from rank s. Counts may be zero.
-    Differentiable: the gradient takes the reverse way, and every rank of the group has to run backward.
+    Differentiable: the gradient takes the reverse way, and every rank of the group has to run backward. The result
+    is `out` where one is given, which must not share memory with x; no gradient crosses then.
     """
     _check_rows(x, "x")
     _check_counts(send_counts, group, "send_counts")
@@ -49,11 +57,13 @@ def exchange_rows(
     if group.size == 1:
         if list(send_counts) != list(recv_counts):
             raise ValueError(f"recv_counts is {list(recv_counts)}, but the only rank sends {list(send_counts)}")
-        return x
+        return x if out is None else out.copy_(x)
     if x.requires_grad and torch.is_grad_enabled():
+        if out is not None:
+            raise ValueError(f"x of stage {stage} needs a gradient, which does not cross into out; detach it")
         moved: torch.Tensor = _ExchangeRows.apply(x, group, tuple(send_counts), tuple(recv_counts), stage)
         return moved
-    return _exchange(x.detach(), group, send_counts, recv_counts, stage)
+    return _exchange(x.detach(), group, send_counts, recv_counts, stage, out)
 
 
 def view_gathered_rows(x: torch.Tensor, group: Group, *, stage: str) -> torch.Tensor:
@@ -69,11 +79,11 @@ def view_gathered_rows(x: torch.Tensor, group: Group, *, stage: str) -> torch.Te
         return local.gather_view(call, rows)
 
 
-def reduce_scatter_rows(x: torch.Tensor, group: Group, *, stage: str) -> torch.Tensor:
+def reduce_scatter_rows(x: torch.Tensor, group: Group, *, stage: str, out: torch.Tensor | None = None) -> torch.Tensor:
     """The sum over ranks of the rows for each rank, [size * T, ...] -> [T, ...]: rows by destination rank.
 
     Added one rank after the other from rank 0 on, in FP32 or a wider dtype of x, and rounded once to x's dtype. x is
-    floating point and has the same shape on all ranks. No gradient crosses.
+    floating point and has the same shape on all ranks. No gradient crosses. The result is `out` where one is given.
     """
     _check_rows(x, "x")
     if x.shape[0] % group.size or not x.dtype.is_floating_point:
@@ -81,35 +91,48 @@ def reduce_scatter_rows(x: torch.Tensor, group: Group, *, stage: str) -> torch.T
             f"x is {x.dtype} with {x.shape[0]} rows, allowed: floating point, rows divisible by {group.size} ranks"
         )
     if group.size == 1:
-        return x
+        return x if out is None else out.copy_(x)
     rows = x.detach().contiguous()
     count = rows.shape[0] // group.size
     wide = torch.promote_types(x.dtype, torch.float32)
     signature = _signature("reduce_scatter_rows", stage, rows, 1)
-    total = rows.new_empty((count, *rows.shape[1:]), dtype=wide)
+    out = _room(out, (count, *rows.shape[1:]), rows)
+    total = out if wide == x.dtype else rows.new_empty(out.shape, dtype=wide)
     if local.can_reduce(group, rows):
         with group.call(signature) as call:
             local.reduce(call, total, rows)
-        return total.to(x.dtype)
+        return total if total is out else out.copy_(total)
     parts = exchange_rows(rows, group, [count] * group.size, [count] * group.size, stage=stage)
     pieces = parts.view(group.size, *total.shape)
     total.copy_(pieces[0])
     for piece in pieces[1:]:
         total += piece
-    return total.to(x.dtype)
+    return total if total is out else out.copy_(total)
 
 
-def all_reduce_rows(x: torch.Tensor, group: Group, *, stage: str) -> torch.Tensor:
-    """The sum over ranks of x, of any shape with rows, on every rank: order and dtype as `reduce_scatter_rows`."""
+def all_reduce_rows(x: torch.Tensor, group: Group, *, stage: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum over ranks of x, of any shape with rows, on every rank: order and dtype as `reduce_scatter_rows`.
+
+    The result is `out` where one is given.
+    """
     if group.size == 1:
-        return x
+        return x if out is None else out.copy_(x)
+    result = _room(out, tuple(x.shape), x)
     flat = x.detach().reshape(-1)
     share = -(-flat.numel() // group.size)
     padded = flat if share * group.size == flat.numel() else flat.new_zeros(share * group.size)
     if padded is not flat:
         padded[: flat.numel()] = flat
-    summed = reduce_scatter_rows(padded.view(group.size * share, 1), group, stage=stage)
-    return all_gather_rows(summed, group, stage=stage).reshape(-1)[: flat.numel()].view(x.shape)
+    place = None
+    if padded is flat and group.transport == "local":
+        # The sum of this rank's share lands where the gather wants it; not every backend takes such an overlap.
+        place = result.view(group.size, share, 1)[group.rank]
+    summed = reduce_scatter_rows(padded.view(group.size * share, 1), group, stage=stage, out=place)
+    if padded is flat:
+        all_gather_rows(summed, group, stage=stage, out=result.view(-1, 1))
+        return result
+    result.view(-1).copy_(all_gather_rows(summed, group, stage=stage).view(-1)[: flat.numel()])
+    return result
 
 
 def exchange_counts(counts: torch.Tensor, group: Group, *, stage: str) -> torch.Tensor:
@@ -161,14 +184,31 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def _exchange(
-    x: torch.Tensor, group: Group, send_counts: Sequence[int], recv_counts: Sequence[int], stage: str
+    x: torch.Tensor,
+    group: Group,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    stage: str,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows = x.contiguous()
-    out = rows.new_empty((sum(recv_counts), *rows.shape[1:]))
+    out = _room(out, (sum(recv_counts), *rows.shape[1:]), rows)
     signature = _signature("exchange_rows", stage, rows, 1)
     signature = signature._replace(send=tuple(send_counts), received=tuple(recv_counts))
     with group.call(signature) as call:
         backend.all_to_all(call, out, rows, recv_counts, send_counts)
+    return out
+
+
+def _room(out: torch.Tensor | None, shape: tuple[int, ...], rows: torch.Tensor) -> torch.Tensor:
+    """Where the result goes: the caller's memory if it fits. ValueError otherwise."""
+    if out is None:
+        return rows.new_empty(shape)
+    if out.shape != shape or out.dtype != rows.dtype or out.device != rows.device or not out.is_contiguous():
+        raise ValueError(
+            f"out is {out.dtype} {list(out.shape)} on {out.device} with strides {list(out.stride())}, "
+            f"allowed: {rows.dtype} {list(shape)} on {rows.device}, contiguous"
+        )
     return out
 
 

@@ -115,6 +115,31 @@ def reductions(groups, reads):
     return True
 
 
+def given_memory(groups):
+    """Results go where the caller says; a wrong place is named before anything moves."""
+    group, size = groups.world, groups.topology.world
+    for rows in (3, 40_000):
+        x = torch.full((rows, 2), float(group.rank))
+        out = torch.full((size * rows, 2), -7.0)
+        assert collectives.all_gather_rows(x, group, stage="gather", out=out) is out
+        assert [float(part.mean()) for part in out.split(rows)] == list(range(size))
+        y, back = x.repeat(size, 1), torch.full((size * rows, 2), -7.0)
+        counts = [rows] * size
+        assert collectives.exchange_rows(y, group, counts, counts, stage="exchange", out=back) is back
+        assert same_bits(back, out)
+        total, wanted = torch.full((rows, 2), -7.0), size * (size - 1) / 2
+        assert collectives.reduce_scatter_rows(y, group, stage="sum", out=total) is total
+        assert collectives.all_reduce_rows(x, group, stage="all", out=x.clone()).eq(wanted).all()
+        assert total.eq(wanted).all()
+    said = []
+    for wrong in (torch.zeros(1, 2), torch.zeros(2 * size, 3).t(), torch.zeros(3 * size, 2).double()):
+        try:
+            collectives.all_gather_rows(torch.zeros(3, 2), group, stage="gather", out=wrong)
+        except ValueError as problem:
+            said.append(str(problem))
+    return len(said) == 3 and all("allowed: torch.float32" in text for text in said)
+
+
 def broadcasts(groups):
     group = groups.world
     for size in (1, local.INLINE_BYTES, local.INLINE_BYTES + 1, 3 << 20):
@@ -161,6 +186,10 @@ def test_reductions_add_in_rank_order(ranks, world, reads):
 def test_reductions_over_the_backend(ranks):
     answers = ranks.run(Topology(3, 1, 3), "test_local:reductions", transport="torch", reads=True)
     assert answers == [True] * 3
+
+
+def test_results_go_where_the_caller_says(ranks):
+    assert ranks.run_both(Topology(3, 1, 3), "test_local:given_memory") == [True] * 3
 
 
 def test_broadcasts(ranks):
