@@ -193,8 +193,8 @@ def faulty_run(groups):
     """`run` where the gather gives wrong rows on rank 1 alone."""
     real = exchanges.all_gather_rows
 
-    def broken(x, group, *, stage):
-        out = real(x, group, stage=stage)
+    def broken(x, group, *, stage, out):
+        out = real(x, group, stage=stage, out=out)
         return torch.zeros_like(out) if groups.rank == 1 else out
 
     flags = SimpleNamespace(json=None, seed=0)
