@@ -22,6 +22,9 @@ NOTE_BYTES = 160
 PAGE_BYTES = HEAD.size + RECORDS * NOTE_BYTES
 SUFFIX = ".control"
 
+STATES = {"R": "runs", "S": "waits", "D": "waits for a device", "T": "stopped", "t": "stopped", "Z": "ended"}
+GONE = "gone"
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -114,3 +117,12 @@ def standings(folder: Path, ranks: Sequence[int], latest: int = 16) -> dict[int,
         except ValueError:
             continue
     return found
+
+
+def process_state(pid: int) -> str:
+    """What the system says of a process: runs, waits, stopped, ended, or gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return GONE
+    return STATES.get(text.rpartition(") ")[2][:1], "unknown")

@@ -11,9 +11,6 @@ from .flags import STANDARD_OUTPUT, FlagParser, check_json, check_range
 from .output import people, show, write_json
 from .worker import run_main
 
-STATES = {"R": "runs", "S": "waits", "D": "waits for a device", "T": "stopped", "t": "stopped", "Z": "ended"}
-GONE = "gone"
-
 
 def parser() -> FlagParser:
     """The verb's flags."""
@@ -30,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _act(argv: Sequence[str] | None) -> int:
-    from ..comm.control_page import RECORDS, read_folder
+    from ..comm.control_page import RECORDS, process_state, read_folder
 
     args = parser().parse_args(argv)
     check_json(args.json)
@@ -52,15 +49,6 @@ def _act(argv: Sequence[str] | None) -> int:
         ranks = [each.rank for each in found if each.calls == behind]
         print(f"fewest calls: ranks {ranks}, with {behind}", file=people(args.json))
     return 0
-
-
-def process_state(pid: int) -> str:
-    """What the system says of a process: runs, waits, stopped, ended, or gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return GONE
-    return STATES.get(text.rpartition(") ")[2][:1], "unknown")
 
 
 if __name__ == "__main__":

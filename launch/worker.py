@@ -3,9 +3,7 @@
 import argparse
 import hashlib
 import json
-import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -13,11 +11,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from .flags import FlagError, RunFlags, resolve
+from .joining import join, let_go_on
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
@@ -195,7 +193,7 @@ def run_rank(
     try:
         with named_stage("start"):
             check_machine(flags, place.local_world)
-            groups = _start(place, flags, {**flags.facts(), **(facts or {})})
+            groups = join(place, flags, {**flags.facts(), **(facts or {})}, os.environ)
         with named_stage("run"):
             job(groups)
             _finish(groups, flags)
@@ -207,7 +205,7 @@ def run_rank(
     except Exception as problem:
         report(place, problem)
         if groups is not None:
-            _let_go_on(groups, problem)
+            let_go_on(groups, problem)
             with suppress(Exception):
                 _salvage(groups, flags)
             with suppress(Exception):
@@ -232,18 +230,6 @@ def _salvage(groups: Any, flags: RunFlags) -> None:
         salvage(groups, flags.trace)
 
 
-def _let_go_on(groups: Any, problem: Exception) -> None:
-    """Wake the stopped ranks of this host that the failure names: asleep they could not hear that the job ends."""
-    from .diagnose import process_state
-
-    host = groups.connections.host if groups.connections is not None else None
-    for rank in getattr(problem, "ranks", ()):
-        pid = host.pids.get(rank) if host is not None else None
-        if pid is not None and process_state(pid) == "stopped":
-            with suppress(OSError):
-                os.kill(pid, signal.SIGCONT)
-
-
 def _leave(place: Place, code: int) -> int:
     """The exit code; a process that is one rank of several ends here instead.
 
@@ -256,81 +242,6 @@ def _leave(place: Place, code: int) -> int:
                 stream.flush()
         os._exit(code)
     return code
-
-
-def _start(place: Place, flags: RunFlags, facts: Mapping[str, str | int | float]) -> Any:
-    from ..comm.connect import Connections, Wish
-    from ..comm.trace import CAPACITY as TRACE_RECORDS
-    from ..parallel.groups import Groups
-    from ..parallel.ledger import Ledger
-
-    device = flags.device.of(place.local_rank)
-    job_folder = _job_folder(place)
-    own = None if job_folder is None else job_folder / "control"
-    wish = Wish(flags.transport, flags.check, flags.control or own)
-    connections = Connections(wish, os.environ.get("GLOO_SOCKET_IFNAME"))
-    if flags.device.kind != "cpu":
-        import torch
-
-        getattr(torch, flags.device.kind).set_device(device)
-    if flags.backend == "hccl":
-        # Below ours its error, which names no rank, would come first; far above, a stuck device would hold the job.
-        os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(math.ceil(flags.timeout) + 10))
-    recorded = flags.record is not None or flags.trace is not None
-    groups = Groups.start(
-        flags.topology,
-        rank=place.rank,
-        backend=flags.backend,
-        device=device,
-        timeout=flags.timeout,
-        facts=facts,
-        store=_own_store(place, flags.timeout) if job_folder is None else _file_store(job_folder, place.world),
-        connections=connections,
-        ledger=Ledger(TRACE_RECORDS if recorded else 0),
-    )
-    if place.rank == 0 and place.world > 1:
-        _tell_connections(connections, flags)
-    return groups
-
-
-def _tell_connections(connections: Any, flags: RunFlags) -> None:
-    """What a user may want to know of how the ranks are connected, on standard error."""
-    if connections.host is not None:
-        print(f"note: control pages are in {connections.host.folder}", file=sys.stderr)
-    else:
-        print(f"note: rows move with {flags.backend}: {connections.note}", file=sys.stderr)
-    if flags.check == "off":
-        print(f"note: with --check off a mismatch may abort {flags.backend} or give wrong sums", file=sys.stderr)
-
-
-def _job_folder(place: Place) -> Path | None:
-    """The folder of our own launcher, private to the user, which removes it at the end; else None."""
-    return Path(place.error_file).parents[3] if place.spoken_for and place.error_file else None
-
-
-def _file_store(folder: Path, world: int) -> Any:
-    """Where the ranks of our own launcher meet."""
-    import torch.distributed as dist
-
-    return dist.FileStore(str(folder / "ranks"), world)
-
-
-def _own_store(place: Place, seconds: float) -> Any:
-    """Where ranks that were started by hand meet, without waiting for all; None where a launcher has a store."""
-    if place.managed or place.world == 1:
-        return None
-    import torch.distributed as dist
-
-    from ..parallel.errors import error_kind, first_line
-
-    address, port = os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT")
-    ends = timedelta(seconds=seconds)
-    try:
-        return dist.TCPStore(address, port, place.world, place.rank == 0, timeout=ends, wait_for_workers=False)
-    except RuntimeError as problem:
-        text = f"no store at {address}:{port}: {first_line(problem)}"
-        kind = error_kind(str(problem))
-        raise kind(text, group="world", sequence=0, op="start", stage="start", ranks=range(place.world)) from problem
 
 
 def report(place: Place, problem: BaseException, *, usage: bool = False) -> None:
