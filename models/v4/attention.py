@@ -111,7 +111,7 @@ def _entry_keys(
     R = batch.rows_NR.shape[1]
     mask_NRE = entries.admitted_NRE
     if index is not None and entries.width > index.topk:
-        mask_NRE = _selection(index, batch, entries)
+        mask_NRE = selection(index, batch, entries)
     if index is None or not entries.gathered:
         return _shared_keys(q_NMD, entries.lanes.fill(source.fresh_XD, source.pool_SD, source.family), R), mask_NRE
     chosen_NRK = selected_entries(mask_NRE, index.topk)
@@ -122,7 +122,8 @@ def _entry_keys(
 
 
 @torch.no_grad()
-def _selection(index: IndexInputs, batch: TileBatch, entries: Entries) -> torch.Tensor:
+def selection(index: IndexInputs, batch: TileBatch, entries: Entries) -> torch.Tensor:
+    """Which entries each row of a batch of tiles attends to: bool [N, R, E], never one that it may not see."""
     rows_NR = batch.rows_NR.clamp(min=0)
     key_NED = entries.lanes.fill(index.keys.fresh_XD, index.keys.pool_SD, index.keys.family)
     scores_NRE = index_scores(index.q_TID[rows_NR], index.head_TI[rows_NR], key_NED)

@@ -149,7 +149,7 @@ class Model:
             if not 0 <= tap.layer < len(self.blocks):
                 raise ValueError(f"tap layer is {tap.layer}, allowed: 0 to {len(self.blocks) - 1}")
         plan = plan.to(self.embed.device)
-        step = self._step(plan, caches, gather_weights)
+        step = self.step_context(plan, caches, gather_weights)
         with self.clock("embed"):
             x_TH = self.embed[step.token_T].to(self.numerics.stream)
             streams_ThH = x_TH[:, None].expand(-1, self.config.hc_mult, -1)
@@ -162,7 +162,7 @@ class Model:
                 if tap.layer == layer:
                     tapped[tap] = self._tap(tap, before_ThH, streams_ThH)
         with self.clock("lm_head"):
-            logits, ids = self._head(streams_ThH, plan, want)
+            logits, ids = self.read_out(streams_ThH, plan, want)
         return StepOutput(plan.asked.owned(self.groups.tp.rank), logits, ids, tapped, counts)
 
     def _tap(self, tap: Tap, before_ThH: torch.Tensor, after_ThH: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,8 @@ class Model:
         streams = before_ThH if tap.point == "mean_in" else after_ThH
         return streams.to(self.numerics.accumulation).mean(1).to(self.numerics.activation)
 
-    def _step(self, plan: RowPlan, caches: Caches | None, gather_weights: bool) -> StepContext:
+    def step_context(self, plan: RowPlan, caches: Caches | None, gather_weights: bool) -> StepContext:
+        """What all layers of a step share; `plan` is on the model's device."""
         position_T, wide = plan.local(plan.rows.position_G), self.numerics.accumulation
         return StepContext(
             config=self.config,
@@ -193,10 +194,13 @@ class Model:
             gather_weights=gather_weights,
         )
 
-    def _head(
+    def read_out(
         self, streams_ThH: torch.Tensor, plan: RowPlan, want: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Final norm of the asked rows, their logits on this rank's vocabulary, and the exchange to the owners."""
+        """(logits [M, V] or None, ids [M] or None) of the asked rows that this rank owns, as want says.
+
+        Final norm of the asked rows, their logits on this rank's vocabulary, and the exchange to the owners.
+        """
         group, asked, act = self.groups.tp, plan.asked, self.numerics.activation
         hidden_AH = hc_head(streams_ThH[asked.local_rows], self.hc_head, self.config, act)
         hidden_AH = rms_norm(hidden_AH, self.norm, self.config.rms_norm_eps, act)
