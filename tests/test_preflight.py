@@ -5,6 +5,7 @@ import torch.distributed as dist
 from rank_pool import RankPool
 
 from meshspark.comm import agreement
+from meshspark.parallel import preflight
 from meshspark.parallel.errors import CollectiveMismatch, CommError
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.preflight import FACTS_LIMIT, compare_facts, mismatch_table
@@ -42,6 +43,17 @@ def no_plain_fact(groups):
 
 def too_large(groups):
     return _said(groups, "big", {"big": "x" * (FACTS_LIMIT * 2 if groups.rank == 1 else 1)})
+
+
+def other_version(groups):
+    """Rank 1 runs another version of the library."""
+    real = preflight._version
+    if groups.rank == 1:
+        preflight._version = lambda: "0.0.7"
+    try:
+        return _said(groups, "version", {})
+    finally:
+        preflight._version = real
 
 
 def other_flags(groups):
@@ -89,6 +101,11 @@ def test_missing_odd_and_too_large_facts(ranks):
     ):
         for name, text in ranks.run(topology, f"test_preflight:{body}"):
             assert name == "CollectiveMismatch" and words in text
+
+
+def test_another_version_on_one_rank_is_shown(ranks):
+    for name, text in ranks.run(Topology(3, 1, 3), "test_preflight:other_version"):
+        assert name == "CollectiveMismatch" and "meshspark" in text and "0.0.7" in text and "rank 1" in text
 
 
 def test_other_flags_on_one_rank_stop_all_before_groups_are_made(ranks):
