@@ -83,7 +83,8 @@ def reduce_scatter_rows(x: torch.Tensor, group: Group, *, stage: str, out: torch
     """The sum over ranks of the rows for each rank, [size * T, ...] -> [T, ...]: rows by destination rank.
 
     Added one rank after the other from rank 0 on, in FP32 or a wider dtype of x, and rounded once to x's dtype. x is
-    floating point and has the same shape on all ranks. No gradient crosses. The result is `out` where one is given.
+    floating point and has the same shape on all ranks. No gradient crosses. The result is `out` where one is given,
+    which must not share memory with x.
     """
     _check_rows(x, "x")
     if x.shape[0] % group.size or not x.dtype.is_floating_point:
@@ -113,25 +114,22 @@ def reduce_scatter_rows(x: torch.Tensor, group: Group, *, stage: str, out: torch
 def all_reduce_rows(x: torch.Tensor, group: Group, *, stage: str, out: torch.Tensor | None = None) -> torch.Tensor:
     """The sum over ranks of x, of any shape with rows, on every rank: order and dtype as `reduce_scatter_rows`.
 
-    The result is `out` where one is given.
+    The result is `out` where one is given, which must not share memory with x.
     """
     if group.size == 1:
         return x if out is None else out.copy_(x)
     result = _room(out, tuple(x.shape), x)
-    flat = x.detach().reshape(-1)
-    share = -(-flat.numel() // group.size)
-    padded = flat if share * group.size == flat.numel() else flat.new_zeros(share * group.size)
-    if padded is not flat:
-        padded[: flat.numel()] = flat
-    place = None
-    if padded is flat and group.transport == "local":
-        # The sum of this rank's share lands where the gather wants it; not every backend takes such an overlap.
-        place = result.view(group.size, share, 1)[group.rank]
-    summed = reduce_scatter_rows(padded.view(group.size * share, 1), group, stage=stage, out=place)
-    if padded is flat:
-        all_gather_rows(summed, group, stage=stage, out=result.view(-1, 1))
-        return result
-    result.view(-1).copy_(all_gather_rows(summed, group, stage=stage).view(-1)[: flat.numel()])
+    share = -(-x.numel() // group.size)
+    given, whole = x.detach().reshape(-1, 1), result.view(-1, 1)
+    if share * group.size > x.numel():
+        given = torch.cat([given, given.new_zeros(share * group.size - x.numel(), 1)])
+        whole = torch.empty_like(given)
+    # The sum of this rank's share lands where the gather wants it; not every backend takes such an overlap.
+    place = whole.view(group.size, share, 1)[group.rank] if group.transport == "local" else None
+    summed = reduce_scatter_rows(given, group, stage=stage, out=place)
+    all_gather_rows(summed, group, stage=stage, out=whole)
+    if whole.numel() > x.numel():
+        result.view(-1, 1).copy_(whole[: x.numel()])
     return result
 
 

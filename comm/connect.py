@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..parallel.errors import CommError, TransportError, first_line
 from ..parallel.group import Group
 from ..parallel.groups import Groups
-from .control_page import SUFFIX, ControlPage, page_path, standings
+from .control_page import ENDED, GONE, SUFFIX, ControlPage, page_path, process_state, standings
 from .direct import Nonce, can_read, find_read
 from .doorbell import BYE, Doorbell
 from .link import Host, Link
@@ -87,7 +87,7 @@ class Connections:
         self.locals: tuple[int, ...] = ()
         self.names: tuple[str, ...] = ()
         self._nonce = Nonce()
-        self._own_folder = False
+        self._own_folder: Path | None = None
 
     host: Host | None
 
@@ -153,22 +153,21 @@ class Connections:
         """Tell the ranks of this host why this one gives up, and hang up."""
         if self.host is not None:
             self.host.tell(failure)
-        self._end()
+        self._end(self.host)
 
     def close(self) -> None:
         """Say goodbye and hang up."""
         if self.host is not None:
             self.host.doorbell.tell_all(BYE)
-        self._end()
+        self._end(self.host)
 
-    def _end(self) -> None:
-        host = self.host
-        if host is None:
-            return
-        host.doorbell.close()
-        host.page.leave()
-        if self._own_folder:
-            shutil.rmtree(host.folder, ignore_errors=True)
+    def _end(self, host: Host | None) -> None:
+        """Hang up, and remove the private folder, which may be there before a host is."""
+        if host is not None:
+            host.doorbell.close()
+            host.page.leave()
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
 
     def _meet(self, groups: Groups) -> None:
         facts = groups.told
@@ -196,17 +195,14 @@ class Connections:
             self.host = host
             return
         self.note = trouble
-        if host is not None:
-            host.doorbell.close()
-            if self._own_folder:
-                shutil.rmtree(host.folder, ignore_errors=True)
+        self._end(host)
         if self.wish.transport == "local":
             text = f"--transport local is not to be had here: {trouble}"
             raise TransportError(text, group="world", op="connect", stage="start", ranks=self.locals)
 
     def _build(self, meeting: "_Meeting", facts: Sequence[Mapping[str, Any]]) -> Host:
         folder = meeting.folder(self.wish.folder)
-        self._own_folder = self.wish.folder is None
+        self._own_folder = folder if self.wish.folder is None else None
         page = ControlPage(page_path(folder, meeting.rank), meeting.rank)
         doorbell = Doorbell(meeting.links(folder))
         others = [rank for rank in self.locals if rank != meeting.rank]
@@ -323,15 +319,5 @@ def sweep(folder: Path) -> None:
             if path.stat().st_uid != os.getuid() or path.is_symlink() or time.time() - path.stat().st_mtime < 60:
                 continue
             ranks = [int(p.name.removesuffix(SUFFIX).removeprefix("rank-")) for p in path.glob(f"rank-*{SUFFIX}")]
-            if not any(_alive(standing.pid) for standing in standings(path, ranks).values()):
+            if all(process_state(standing.pid) in (GONE, ENDED) for standing in standings(path, ranks).values()):
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

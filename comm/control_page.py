@@ -23,7 +23,7 @@ PAGE_BYTES = HEAD.size + RECORDS * NOTE_BYTES
 SUFFIX = ".control"
 
 STATES = {"R": "runs", "S": "waits", "D": "waits for a device", "T": "stopped", "t": "stopped", "Z": "ended"}
-GONE = "gone"
+ENDED, GONE = STATES["Z"], "gone"
 
 
 @dataclass(frozen=True)

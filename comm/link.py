@@ -12,7 +12,6 @@ from ..parallel.errors import CollectiveMismatch, CollectiveTimeout, CommError, 
 from ..parallel.group import Call, Group
 from .control_page import ControlPage, standings
 from .doorbell import NOTICE, Doorbell, PeerGone, PeersLate
-from .sampled import SAMPLE_EVERY
 from .signatures import Ring, disagreement, ring_head
 from .window import EPOCHS, NoRoom, Window, capacity_for, make_memory
 
@@ -96,8 +95,7 @@ class Link:
 
     def check(self, call: Call) -> None:
         """Compare the call with all ranks of the group; CollectiveMismatch on every one before data moves."""
-        if call.group.check == "signature" or call.sequence % SAMPLE_EVERY == 1:
-            self.meet(call)
+        self.meet(call)
 
     def meet(
         self, call: Call, payloads: Sequence[bytes] | bytes = b"", *, wanted: int = 0, round_number: int = 0
@@ -117,7 +115,7 @@ class Link:
         except (PeersLate, PeerGone) as problem:
             raise self._typed(call, problem) from None
         rung[self.ranks[self.me]] = head + each[self.me]
-        return self._verify(call, [rung[rank] for rank in self.ranks], head)
+        return self._verify(call, [rung[rank] for rank in self.ranks], head, wanted)
 
     def meet_in_window(
         self, call: Call, payloads: Sequence[bytes] | bytes, wanted: int, write: Callable[[int], None]
@@ -162,10 +160,9 @@ class Link:
             raise self._error(call, TransportError, text, [leader])
         return Window(descriptor, capacity)
 
-    def _verify(self, call: Call, messages: list[bytes], head: bytes) -> Heard:
+    def _verify(self, call: Call, messages: list[bytes], head: bytes, wanted: int) -> Heard:
         if not call.signature.send and all(message.startswith(head) for message in messages):
             # The usual case: every rank says the same, byte for byte.
-            wanted = Ring.parse(head).wanted
             return Heard([message[len(head) :] for message in messages], [wanted] * len(messages), [])
         rings = [Ring.parse(message) for message in messages]
         trouble = disagreement(rings, self.ranks)

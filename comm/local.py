@@ -90,14 +90,16 @@ def exchange(call: Call, out: torch.Tensor, rows: torch.Tensor, sent: Sequence[i
         ctypes.memmove(epoch + call.group.rank * link.slot, start, total)
 
     epoch, heard = link.meet_in_window(call, payloads, wanted, write)
-    if _take(call, link, out, rows, heard, epoch):
-        # The others' memory is theirs again only when all have read it.
+    _take(call, link, out, rows, heard, epoch)
+    far = [most for most, in_window in zip(map(max, heard.rows_SD), heard.wanted, strict=True) if not in_window]
+    if any(most * width > INLINE_BYTES for most in far):
+        # Some rank's memory was read directly: it is that rank's again only when all have read it.
         link.meet(call, round_number=2)
 
 
-def _take(call: Call, link: Link, out: torch.Tensor, rows: torch.Tensor, heard: Heard, epoch: int) -> bool:
-    """Bring in what every source has for this rank, whichever way it took; whether any memory was read directly."""
-    me, place, width, direct = call.group.rank, out.data_ptr(), _width(rows), False
+def _take(call: Call, link: Link, out: torch.Tensor, rows: torch.Tensor, heard: Heard, epoch: int) -> None:
+    """Bring in what every source has for this rank, whichever way it took."""
+    me, place, width = call.group.rank, out.data_ptr(), _width(rows)
     for source, counts in enumerate(heard.rows_SD):
         skip, size = sum(counts[:me]) * width, counts[me] * width
         if source == me:
@@ -107,13 +109,8 @@ def _take(call: Call, link: Link, out: torch.Tensor, rows: torch.Tensor, heard: 
         elif heard.wanted[source]:
             ctypes.memmove(place, epoch + source * link.slot + skip, size)
         else:
-            direct = True
             link.read(source, ADDRESS.unpack(heard.payloads[source])[0] + skip, place, size)
         place += size
-    return direct or any(
-        max(counts) * width > INLINE_BYTES and not wanted
-        for counts, wanted in zip(heard.rows_SD, heard.wanted, strict=True)
-    )
 
 
 def can_reduce(group: Group, rows: torch.Tensor) -> bool:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from ..models.checkpoint.loader import load_on_all_ranks
+from ..models.checkpoint.share import RankWeights
 from ..models.checkpoint.verify import read_config
 from ..models.numerics import numerics
 from ..models.selfcheck import holds_everywhere
@@ -163,10 +162,10 @@ def load_model(groups: Groups, directory: Path, flags: RunFlags) -> Model:
     """This rank's share of a checkpoint as a model on its device. All ranks call it."""
     mode = numerics(flags.numerics)
     config, weights = load_on_all_ranks(directory, groups, mode)
-    weights.require(groups.topology, groups.rank)
-    device = torch.device(groups.device)
-    held = dict(weights) if device.type == "cpu" else {name: w.to(device) for name, w in weights.items()}
-    return Model(config, held, groups, mode)
+    if groups.device != "cpu":
+        moved = {name: weight.to(groups.device) for name, weight in weights.items()}
+        weights = RankWeights(moved, weights.topology, weights.rank, notes=weights.notes, log=weights.log)
+    return Model(config, weights, groups, mode)
 
 
 def write(engine: Engine, task: Task, flags: RunFlags) -> list[Writing]:

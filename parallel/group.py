@@ -25,6 +25,9 @@ class Control(Protocol):
     def leave(self) -> None:
         """It is over."""
 
+    def check(self, call: "Call") -> None:
+        """Compare the call with all ranks of the group; CollectiveMismatch on every one before data moves."""
+
     def explain(self, call: "Call", problem: Exception) -> CommError | None:
         """Whose end or failure broke the backend's call, if that is known."""
 
@@ -94,10 +97,9 @@ class Call:
 
     def error(self, kind: type[CommError], text: str, ranks: Sequence[int] | None = None) -> CommError:
         """An error that carries this call and the ranks that it concerns, all of the group if not given."""
-        group, signature = self.group, self.signature
-        concerned = group.ranks if ranks is None else ranks
-        where = (signature.op, signature.stage)
-        return kind(text, group=group.name, sequence=self.sequence, op=where[0], stage=where[1], ranks=concerned)
+        op, stage = self.signature.op, self.signature.stage
+        concerned = self.group.ranks if ranks is None else ranks
+        return kind(text, group=self.group.name, sequence=self.sequence, op=op, stage=stage, ranks=concerned)
 
 
 @dataclass(eq=False)
