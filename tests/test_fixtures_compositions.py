@@ -3,6 +3,7 @@
 from unittest import mock
 
 import pytest
+from fixture_runs import SMALL, options_of, passed
 
 from meshspark.launch.fixtures.compositions import FIXTURES
 from meshspark.launch.fixtures.harness import Options, Run, run_fixture
@@ -12,20 +13,12 @@ from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
 BY_NAME = {fixture.name: fixture for fixture in FIXTURES}
-SMALL = {"start_pos": (0, 127, 251), "chunk": (9, 1, 6)}
-"""A prompt's beginning, a decode row at a boundary of everything, a chunk over boundaries on a resident prefix."""
-
-
-def options_of(given):
-    """Options from plain data, whose tuples have become lists."""
-    return Options(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
 
 
 def run_all(groups, names, given):
     """Every fixture must pass, every output with something compared on some rank."""
     for name in names:
-        rows = run_fixture(BY_NAME[name], Run(groups, options_of(given)))
-        assert all(row.verdict == "passed" for row in rows), (name, rows)
+        rows = passed(BY_NAME[name], groups, given)
         assert all(row.compared for row in rows), (name, rows)
 
 
