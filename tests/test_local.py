@@ -13,10 +13,10 @@ import pytest
 import torch
 from rank_pool import RankPool
 
-from meshspark.comm import collectives, connect, control_page, direct, local, oracle, window
+from meshspark.comm import backend, collectives, connect, control_page, direct, local, oracle, window
 from meshspark.comm.connect import Connections, Wish
 from meshspark.layouts.bits import same_bits
-from meshspark.parallel.errors import TransportError
+from meshspark.parallel.errors import CollectiveMismatch, TransportError
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
@@ -363,6 +363,47 @@ def not_local(groups, why):
     finally:
         connect.host_identity, connect.make_memory = real
     return json.dumps([told, gathered, said])
+
+
+def sampled(groups):
+    """Ranks that no doorbell joins: which calls are compared, and what a difference in one of those gives."""
+    store, rank, topology = groups.store, groups.rank, groups.topology
+    groups.close()
+    real, connect.host_identity = connect.host_identity, lambda: f"host {rank}"
+    try:
+        made = Groups.start(
+            topology, rank=rank, backend="gloo", timeout=20.0, store=store, connections=Connections(Wish())
+        )
+    finally:
+        connect.host_identity = real
+    group, compared = made.world, []
+    check = group.control.check
+
+    def noted(call):
+        compared.append(call.sequence)
+        check(call)
+
+    group.control.check = noted
+    for _ in range(2 * backend.SAMPLE_EVERY):
+        collectives.all_gather_rows(torch.zeros(1, 1), group, stage="alike")
+    try:
+        collectives.all_gather_rows(torch.zeros(1 + rank, 1), group, stage="differ")
+    except CollectiveMismatch as problem:
+        said = str(problem)
+    made.close()
+    return [compared, said]
+
+
+def test_one_call_in_so_many_is_compared_where_no_doorbell_reaches():
+    """gloo would abort a rank whose peer sends more than it awaits."""
+    pool = RankPool(2, 20.0)
+    try:
+        answers = pool.run(Topology(2, 1, 2), "test_local:sampled", timeout=60)
+    finally:
+        pool.kill()
+    for compared, said in answers:
+        assert compared == [1, 1 + backend.SAMPLE_EVERY, 1 + 2 * backend.SAMPLE_EVERY]
+        assert "ranks differ" in said and "rows" in said and "rank 1" in said
 
 
 def _no_room(capacity):
