@@ -31,10 +31,30 @@ class PageFamily:
             return -(-max_context // COMPRESSED_TOKENS)
         return -(-(self.history + max_fresh + self.page - 1) // self.page)
 
+    def resting(self, max_context: int) -> int:
+        """Pages that a request of max_context positions holds between two steps at most."""
+        if self.history is None:
+            return -(-self.rows(max_context) // self.page)
+        return -(-min(self.rows(max_context), self.history - 1 + self.page - 1) // self.page)
+
+    def rows(self, length: int) -> int:
+        """Rows of this family that `length` positions make."""
+        return length // self.ratio if self.per_entry and self.ratio else length
+
+    def readable(self, length: int) -> range:
+        """Indices that a step may read whose first position is `length`."""
+        if self.per_entry:
+            return range(self.rows(length))
+        if self.ratio is None:
+            assert self.history is not None, "the window is a ring"
+            return range(max(0, length - self.history + 1), length)
+        older = self.ratio if self.ratio == 4 else 0
+        return range(max(0, length // self.ratio * self.ratio - older), length)
+
 
 def page_families(window: int, ratios: tuple[int, ...], block_size: int = 32) -> tuple[PageFamily, ...]:
     """The families that layers of these compression ratios need, in a fixed order."""
-    families = [PageFamily("window", None, block_size, window)]
+    families = [PageFamily("window_kv", None, block_size, window)]
     if 4 in ratios:
         families += [
             PageFamily("csa_kv", 4, COMPRESSED_TOKENS // 4, None, per_entry=True),

@@ -10,9 +10,10 @@ from meshspark.layouts.rows import RequestRows
 from meshspark.models.checkpoint.share import shard_weights
 from meshspark.models.checkpoint.synthetic import random_weights
 from meshspark.models.numerics import numerics
-from meshspark.models.v4.caches import Caches, CacheShape, poison
+from meshspark.models.v4.caches import Caches, poison
 from meshspark.models.v4.config import PRESETS
 from meshspark.models.v4.model import Model
+from meshspark.models.v4.pools import CacheShape
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
@@ -51,8 +52,8 @@ def ragged_traffic(seed: int, dp_rank: int, tp: int, vocab: int, num_steps: int,
 
 def permute_pages(caches: Caches, seed: int) -> None:
     """Another random order of free pages in every family: a fixture must not lean on page n being n."""
-    for i, pages in enumerate(caches._free.values()):
-        random.Random(seed * 97 + i).shuffle(pages)
+    for i, pages in enumerate(caches.pages.values()):
+        random.Random(seed * 97 + i).shuffle(pages.free)
 
 
 def run_traffic(model: Model, traffic: Traffic, tp: int, seed: int, *, gather_weights: bool = False) -> dict:

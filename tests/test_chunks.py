@@ -13,9 +13,10 @@ from meshspark.layouts.bits import same_bits
 from meshspark.layouts.rows import RequestRows
 from meshspark.models.checkpoint.synthetic import random_weights
 from meshspark.models.numerics import FLOAT32
-from meshspark.models.v4.caches import CacheShape, poison
+from meshspark.models.v4.caches import poison
 from meshspark.models.v4.config import tiny
 from meshspark.models.v4.model import Model
+from meshspark.models.v4.pools import CacheShape
 from meshspark.parallel.groups import Groups
 
 MODE = "float32"
@@ -153,7 +154,7 @@ def test_a_request_beyond_what_was_admitted_is_refused_not_clipped() -> None:
     caches = model.make_caches(CacheShape(1, CONTEXT, 8))
     caches.admit(0, 64)
     model.plan([RequestRows(0, 56, text(1, 8), asked=(7,))], caches)
-    with pytest.raises(ValueError, match="no mapped page to be written"):
+    with pytest.raises(ValueError, match="slot 0 comes to 65 positions, allowed: its limit 64"):
         model.plan([RequestRows(0, 64, text(1, 1), asked=(0,))], caches)
 
 

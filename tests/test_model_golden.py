@@ -16,9 +16,10 @@ from meshspark.layouts.rows import RequestRows
 from meshspark.models.checkpoint.loader import load_weights
 from meshspark.models.checkpoint.synthetic import random_weights
 from meshspark.models.numerics import FLOAT32, FLOAT64
-from meshspark.models.v4.caches import CacheShape, poison
+from meshspark.models.v4.caches import poison
 from meshspark.models.v4.config import V4Config
 from meshspark.models.v4.model import Model, Tap
+from meshspark.models.v4.pools import CacheShape
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 

@@ -54,8 +54,8 @@ def test_a_step_never_evicts_what_it_may_read(page: int, history: int, fresh: in
 
 def test_families_follow_the_layers() -> None:
     names = [family.name for family in page_families(128, (0, 4, 128))]
-    assert names == ["window", "csa_kv", "csa_index", "csa_state", "index_state", "hca_kv", "hca_state"]
-    assert [family.name for family in page_families(128, (0,))] == ["window"]
+    assert names == ["window_kv", "csa_kv", "csa_index", "csa_state", "index_state", "hca_kv", "hca_state"]
+    assert [family.name for family in page_families(128, (0,))] == ["window_kv"]
     depths = {f.name: f.depth(1048576, 8) for f in page_families(128, (0, 4, 128))}
     assert depths["csa_kv"] == depths["csa_index"] == depths["hca_kv"] == 8192
     assert depths["csa_state"] == 9 and depths["hca_state"] == 18

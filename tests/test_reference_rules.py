@@ -10,7 +10,7 @@ from meshspark.comm.logits import return_best
 from meshspark.layouts.rows import RequestRows
 from meshspark.models.checkpoint.synthetic import random_weights
 from meshspark.models.numerics import FLOAT64
-from meshspark.models.v4.caches import CacheShape, poison
+from meshspark.models.v4.caches import poison
 from meshspark.models.v4.config import V4Config, flash, from_config_json
 from meshspark.models.v4.indexer import select, selected_entries
 from meshspark.models.v4.model import Model, Tap
@@ -22,6 +22,7 @@ from meshspark.models.v4.moe import (
     routed_experts,
     shared_expert,
 )
+from meshspark.models.v4.pools import CacheShape
 from meshspark.models.v4.rope import angles, frequencies, rotate
 from meshspark.parallel.groups import Groups
 

@@ -15,8 +15,9 @@ from rank_pool import RankPools
 
 from meshspark.layouts.bits import same_bits
 from meshspark.layouts.rows import RequestRows
-from meshspark.models.v4.caches import Caches, CacheShape, poison
+from meshspark.models.v4.caches import Caches, poison
 from meshspark.models.v4.model import Model
+from meshspark.models.v4.pools import CacheShape
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
@@ -78,6 +79,7 @@ def serial(mode: str) -> Serial:
 
 def restore(caches: Caches, slot: int, length: int, dump: dict[str, torch.Tensor]) -> None:
     """Write a dump's rows back where this request slot keeps them."""
+    caches.map_resident(slot, length)
     for family in caches.families:
         rows = dump[family.name]
         last = length // family.ratio if family.per_entry and family.ratio else length
@@ -171,7 +173,7 @@ def test_a_wrong_row_is_seen() -> None:
     want = serial("float64")
     changed = [{name: rows.clone() for name, rows in dump.items()} for dump in want.dumps]
     for dump in changed[8:]:
-        dump["window"][0, -1, 0] += 1e-6
+        dump["window_kv"][0, -1, 0] += 1e-6
     episodes = [Episode(8, 3, 2)]
     rows, ends = play(single_model(PRESET, "float64"), episodes, changed, 1, 0)
     assert worst("float64", rows, ends, episodes, want) != ""

@@ -1,51 +1,42 @@
-"""Caches behind page tables: pools per family and layer, an allocator of pages, and dumps for tests.
+"""Caches behind page tables: pools per family and layer, who holds which page, and dumps for tests.
 
 Legend: M layers that have the family, S pool slots, C columns.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from ...layouts.pages import PageFamily, PageTable, page_families
+from ...layouts.page_pool import PagePool
+from ...layouts.pages import COMPRESSED_TOKENS, PageFamily, PageTable, page_families
+from ...layouts.prefix import ROOT, Pages, PrefixIndex, point_key, point_keys
 from ...parallel.topology import Topology
 from ..numerics import Numerics
 from .config import V4Config
+from .integrity import check_pages
+from .pools import CacheShape, family_layers, pool_shapes
 
 
-@dataclass(frozen=True)
-class CacheShape:
-    """What fixes the size of a rank's caches.
+@dataclass
+class _Held:
+    """What a request slot has: its logical pages first to end - 1 of each family, and the keys of its points."""
 
-    request_slots: requests of the group at once; max_context: positions of one request; max_fresh: rows of one
-    request in one step; block_size: positions of a window page. pages: physical pages per family, by default
-    enough for every slot at full length.
-    """
-
-    request_slots: int
-    max_context: int
-    max_fresh: int
-    block_size: int = 32
-    pages: Mapping[str, int] | None = None
-
-
-def family_columns(family: PageFamily, config: V4Config) -> int:
-    """Columns of one cache row of this family."""
-    return {
-        "csa_index": config.index_head_dim,
-        "csa_state": 4 * config.head_dim,
-        "index_state": 4 * config.index_head_dim,
-        "hca_state": 2 * config.head_dim,
-    }.get(family.name, config.head_dim)
+    limit: int
+    reserved: dict[str, int]
+    mapped: dict[str, tuple[int, int]]
+    keys: list[bytes] = field(default_factory=list)
 
 
 class Caches:
     """One rank's replica of its group's caches.
 
     A slot of position p is table[(p // page) mod depth] * page + p % page; entries that no page backs are -1.
-    The pools are on the device, the tables on the host, where plans are made. The caches belong to one topology
-    and refuse another.
+    The pools are on the device, the tables on the host, where plans are made. A request slot is admitted with the
+    positions that it may come to hold, which reserves pages for it; they are mapped as its rows come (`extend`) and
+    given back as its window moves on (`commit`). Ranks of a group that make the same calls in the same order have
+    equal tables. The caches belong to one topology and refuse another.
     """
 
     def __init__(
@@ -65,27 +56,20 @@ class Caches:
         self.families = page_families(config.sliding_window, config.compress_ratios, shape.block_size)
         self.pools: dict[str, torch.Tensor] = {}
         self.tables: dict[str, PageTable] = {}
-        self._free: dict[str, list[int]] = {}
+        self.pages: dict[str, PagePool] = {}
+        self.prefixes = PrefixIndex(shape.prefix_points, lambda family, page: self.pages[family].drop(page))
+        self._held: dict[int, _Held] = {}
+        shapes = pool_shapes(config, shape, numerics)
         for family in self.families:
-            depth = family.depth(shape.max_context, shape.max_fresh)
-            pages = (shape.pages or {}).get(family.name, shape.request_slots * depth)
-            self._free[family.name] = list(range(pages - 1, -1, -1))
-            self.tables[family.name] = PageTable(
-                family.page, torch.full((shape.request_slots, depth), -1, dtype=torch.int64)
-            )
-            self.pools[family.name] = torch.zeros(
-                len(self.layers_of(family)),
-                pages * family.page,
-                family_columns(family, config),
-                dtype=numerics.accumulation if family.name.endswith("state") else numerics.kv,
-                device=device,
-            )
+            pool = shapes[family.name]
+            table = torch.full((shape.request_slots, pool.depth), -1, dtype=torch.int64)
+            self.tables[family.name] = PageTable(family.page, table)
+            self.pages[family.name] = PagePool(family.name, pool.pages, partial(self._make_room, family))
+            self.pools[family.name] = torch.zeros(pool.shape, dtype=pool.dtype, device=device)
 
     def layers_of(self, family: PageFamily) -> tuple[int, ...]:
         """The layers that have rows of this family, ascending."""
-        if family.ratio is None:
-            return tuple(range(self.config.num_hidden_layers))
-        return self.config.layers_of(family.ratio)
+        return family_layers(family, self.config)
 
     def pool(self, family: str, place: int) -> torch.Tensor:
         """Rows [S, C] of the place-th layer that has the family."""
@@ -97,42 +81,166 @@ class Caches:
         return {name: PageTable(table.page, table.table.to(device)) for name, table in chosen.items()}
 
     def pages_needed(self, limit: int) -> dict[str, int]:
-        """Pages of each family that a request of up to `limit` positions maps."""
-        return {f.name: self._pages(f, limit) for f in self.families}
-
-    def _pages(self, family: PageFamily, limit: int) -> int:
-        depth = self.tables[family.name].table.shape[1]
-        rows = limit // family.ratio if family.per_entry and family.ratio else limit
-        return min(depth, -(-rows // family.page))
+        """Pages of each family that are kept for a request of up to `limit` positions."""
+        return {family.name: family.resting(limit) for family in self.families}
 
     def free_pages(self) -> dict[str, int]:
-        return {name: len(pages) for name, pages in self._free.items()}
+        """Pages of each family that no admitted request has a right to."""
+        reserved = [held.reserved for held in self._held.values()]
+        return {name: pages.count - sum(r[name] for r in reserved) for name, pages in self.pages.items()}
 
-    def admit(self, request_slot: int, limit: int) -> None:
-        """Map the pages of a request of at most `limit` positions to a free request slot, or change nothing.
+    def admit(self, request_slot: int, limit: int, prompt: Sequence[int] = ()) -> int:
+        """Give a free request slot to a request of at most `limit` positions -> positions that are resident at once.
 
-        ValueError where the slot is taken, the limit is beyond max_context, or pages are short.
+        These are a prefix of `prompt` that was published, a multiple of 128 and less than the whole prompt; 0 where
+        there is none. ValueError where the slot is taken, the limit is beyond max_context, or pages are short; then
+        nothing is changed.
         """
         if not 0 <= request_slot < self.shape.request_slots:
             raise ValueError(f"request slot is {request_slot}, allowed: 0 to {self.shape.request_slots - 1}")
         if not 1 <= limit <= self.shape.max_context:
             raise ValueError(f"limit is {limit} positions, allowed: 1 to max_context {self.shape.max_context}")
-        needed, free = self.pages_needed(limit), self.free_pages()
-        if bool((self.tables["window"].table[request_slot] >= 0).any()):
+        if request_slot in self._held:
             raise ValueError(f"request slot {request_slot} is taken")
+        needed, free = self.pages_needed(limit), self.free_pages()
         short = {name: f"needs {n}, free {free[name]}" for name, n in needed.items() if n > free[name]}
         if short:
             raise ValueError(f"cache pages are short for {limit} positions: {short}")
-        for name, count in needed.items():
-            pages = [self._free[name].pop() for _ in range(count)]
-            self.tables[name].table[request_slot, :count] = torch.tensor(pages, dtype=torch.int64)
+        held = _Held(limit, needed, {family.name: (0, 0) for family in self.families})
+        self._held[request_slot] = held
+        return self._resume(request_slot, held, prompt) if self.shape.prefix_points else 0
+
+    def _resume(self, request_slot: int, held: _Held, prompt: Sequence[int]) -> int:
+        whole = max(0, len(prompt) - 1) // COMPRESSED_TOKENS * COMPRESSED_TOKENS
+        keys = point_keys(prompt[:whole], COMPRESSED_TOKENS)
+        chain = self.prefixes.longest(keys)
+        length = len(chain) * COMPRESSED_TOKENS
+        held.keys = keys[: len(chain)]
+        for family in self.families if chain else ():
+            state = chain[-1].state
+            assert state is not None, "only a point with state is resumed"
+            parts = [point.entries for point in chain] if family.per_entry else [state]
+            pages = [page for part in parts for page in part[family.name]]
+            for page in pages:
+                self.pages[family.name].share(page)
+            self._map(family, request_slot, held, family.readable(length).start // family.page, pages)
+        return length
+
+    def _map(self, family: PageFamily, request_slot: int, held: _Held, first: int, pages: Sequence[int]) -> None:
+        """Enter pages that the slot holds from now on as its logical pages first, first + 1, ..."""
+        table = self.tables[family.name].table[request_slot]
+        place = torch.arange(first, first + len(pages)) % len(table)
+        table[place] = torch.tensor(pages, dtype=torch.int64)
+        held.mapped[family.name] = (first, first + len(pages))
+
+    def extend(self, request_slot: int, start: int, count: int) -> None:
+        """Map the pages that rows at positions start to start + count - 1 are written to.
+
+        Pages come from what `admit` reserved. Does nothing for a slot that nobody was given. ValueError where the
+        rows go beyond the slot's limit, or are more than a ring holds without losing what they read.
+        """
+        held = self._held.get(request_slot)
+        if held is None:
+            return
+        if count > self.shape.max_fresh:
+            raise ValueError(
+                f"request slot {request_slot} brings {count} rows, allowed: max_fresh {self.shape.max_fresh} in a step"
+            )
+        end = start + count
+        if end > held.limit:
+            raise ValueError(f"request slot {request_slot} comes to {end} positions, allowed: its limit {held.limit}")
+        for family in self.families:
+            last = -(-family.rows(end) // family.page)
+            if last > held.mapped[family.name][1]:
+                self._grow(family, request_slot, held, last)
+
+    def _grow(self, family: PageFamily, request_slot: int, held: _Held, last: int) -> None:
+        pages, table = self.pages[family.name], self.tables[family.name].table[request_slot]
+        first, end = held.mapped[family.name]
+        while end < last:
+            if end - first == len(table):
+                pages.drop(int(table[first % len(table)]))
+                first += 1
+            table[end % len(table)] = pages.take()
+            end += 1
+        held.mapped[family.name] = (first, end)
+
+    def map_resident(self, request_slot: int, length: int) -> None:
+        """Map all that a step at position `length` may read to pages of its own, whatever they hold; for pools that
+        are filled from elsewhere. The slot is admitted and has no pages yet."""
+        held = self._held[request_slot]
+        for family in self.families:
+            span = family.readable(length)
+            first, end = span.start // family.page, -(-span.stop // family.page)
+            pages = [self.pages[family.name].take() for _ in range(first, end)]
+            self._map(family, request_slot, held, first, pages)
+
+    def commit(self, request_slot: int, tokens: Sequence[int], length: int) -> None:
+        """The first `length` positions of the slot's sequence `tokens` are final: none of their rows changes again.
+
+        Publishes their prefixes of multiples of 128 and gives back the pages that no later step reads.
+        """
+        held = self._held[request_slot]
+        if self.shape.prefix_points:
+            self._publish(request_slot, held, tokens, length)
+        for family in self.families:
+            first, end = held.mapped[family.name]
+            keep = min(family.readable(length).start // family.page, end)
+            if keep > first:
+                self._give_back(family, request_slot, range(first, keep))
+                held.mapped[family.name] = (keep, end)
+
+    def _publish(self, request_slot: int, held: _Held, tokens: Sequence[int], length: int) -> None:
+        while (len(held.keys) + 1) * COMPRESSED_TOKENS <= length:
+            number = len(held.keys)
+            block = tokens[number * COMPRESSED_TOKENS : (number + 1) * COMPRESSED_TOKENS]
+            held.keys.append(point_key(held.keys[-1] if held.keys else ROOT, block))
+            first = number
+            while first and held.keys[first - 1] not in self.prefixes.points:
+                first -= 1
+            for point in range(first, number + 1):
+                self._publish_entries(request_slot, held, point)
+            if self.prefixes.points[held.keys[number]].state is None:
+                ring = [family for family in self.families if not family.per_entry]
+                spans = {family.name: family.readable((number + 1) * COMPRESSED_TOKENS) for family in ring}
+                self.prefixes.add_state(held.keys[number], self._shared(request_slot, ring, spans))
+
+    def _publish_entries(self, request_slot: int, held: _Held, number: int) -> None:
+        key, parent = held.keys[number], held.keys[number - 1] if number else ROOT
+        if key in self.prefixes.points:
+            self.prefixes.publish(key, parent, {})
+            return
+        entries = [family for family in self.families if family.per_entry]
+        spans = {f.name: range(number * f.page, (number + 1) * f.page) for f in entries}
+        self.prefixes.publish(key, parent, self._shared(request_slot, entries, spans))
+
+    def _shared(self, request_slot: int, families: Sequence[PageFamily], spans: dict[str, range]) -> Pages:
+        """The slot's pages of these spans of rows, each with one more holder."""
+        shared = {}
+        for family in families:
+            table, span = self.tables[family.name].table[request_slot], spans[family.name]
+            logical = range(span.start // family.page, -(-span.stop // family.page))
+            shared[family.name] = tuple(int(table[page % len(table)]) for page in logical)
+            for page in shared[family.name]:
+                self.pages[family.name].share(page)
+        return shared
 
     def release(self, request_slot: int) -> None:
-        """Give the pages of a request slot back."""
-        for name, table in self.tables.items():
-            row = table.table[request_slot]
-            self._free[name].extend(sorted((int(p) for p in row if p >= 0), reverse=True))
-            row.fill_(-1)
+        """Give the pages of a request slot back; what of them is published stays until room is needed."""
+        held = self._held.pop(request_slot, None)
+        if held is None:
+            return
+        for family in self.families:
+            self._give_back(family, request_slot, range(*held.mapped[family.name]))
+
+    def _give_back(self, family: PageFamily, request_slot: int, logical: range) -> None:
+        table = self.tables[family.name].table[request_slot]
+        for number in logical:
+            self.pages[family.name].drop(int(table[number % len(table)]))
+            table[number % len(table)] = -1
+
+    def _make_room(self, family: PageFamily) -> bool:
+        return self.prefixes.give_entries() if family.per_entry else self.prefixes.give_state()
 
     def write(self, family: str, place: int, rows_XC: torch.Tensor, target: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Copy rows_XC[source] to pool slots, target = (source, slot) from the plan. Mutates the pool."""
@@ -140,12 +248,8 @@ class Caches:
         self.pool(family, place).index_copy_(0, slot, rows_XC[source].to(self.pools[family].dtype))
 
     def check_integrity(self) -> None:
-        """Every page is free or mapped exactly once; raises RuntimeError naming the family otherwise."""
-        for name, table in self.tables.items():
-            mapped = table.table[table.table >= 0].tolist()
-            seen = sorted(mapped + self._free[name])
-            if seen != list(range(self.pools[name].shape[1] // table.page)):
-                raise RuntimeError(f"{name}: pages are lost or mapped twice")
+        """RuntimeError naming family and page where pages are lost, shared unknown, or mapped twice."""
+        check_pages(self.tables, self.pages, self.prefixes)
 
     def dump(self, request_slot: int, length: int) -> dict[str, torch.Tensor]:
         """The logical rows that a step after `length` committed positions can read, unpaged, by family.
@@ -156,15 +260,8 @@ class Caches:
         return {family.name: self._dump_family(family, request_slot, length) for family in self.families}
 
     def _dump_family(self, family: PageFamily, request_slot: int, length: int) -> torch.Tensor:
-        if family.per_entry:
-            assert family.ratio is not None
-            first, last = 0, length // family.ratio
-        elif family.ratio is None:
-            first, last = max(0, length - self.config.sliding_window + 1), length
-        else:
-            older = family.ratio if family.ratio == 4 else 0
-            first, last = max(0, length // family.ratio * family.ratio - older), length
-        slots = self.tables[family.name].slots(torch.tensor(request_slot), torch.arange(first, last))
+        index = torch.tensor(family.readable(length), dtype=torch.int64)
+        slots = self.tables[family.name].slots(torch.tensor(request_slot), index)
         if bool((slots < 0).any()):
             raise ValueError(f"{family.name}: request slot {request_slot} maps no page for {length} positions")
         return self.pools[family.name][:, slots]

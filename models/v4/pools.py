@@ -1,0 +1,137 @@
+"""How large the caches are, as pure arithmetic: for the caches themselves and for the plan of memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from ...layouts.pages import COMPRESSED_TOKENS, PageFamily, page_families
+from ..numerics import Numerics
+from .config import V4Config
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What fixes the size of a rank's caches.
+
+    request_slots: requests of the group at once; max_context: positions of one request; max_fresh: rows of one
+    request in one step; block_size: positions of a window page. pages: physical pages per family, by default
+    enough for every slot at full length. prefix_points: published prefixes from which a request can start, 0 for
+    none; they live in pages that no request needs.
+    """
+
+    request_slots: int
+    max_context: int
+    max_fresh: int
+    block_size: int = 32
+    pages: Mapping[str, int] | None = None
+    prefix_points: int = 0
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """One pool: [layers, pages * page, columns] of dtype. depth: entries of a request's table."""
+
+    layers: int
+    pages: int
+    page: int
+    columns: int
+    dtype: torch.dtype
+    depth: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.layers, self.pages * self.page, self.columns
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers that have it."""
+        return self.layers * self.page * self.columns * self.dtype.itemsize
+
+
+def engine_shape(
+    config: V4Config,
+    numerics: Numerics,
+    *,
+    requests: int,
+    max_context: int,
+    prefill_rows: int,
+    verify_rows: int = 1,
+    block_size: int = 32,
+    cache_bytes: int | None = None,
+    prefix_points: int = 0,
+) -> CacheShape:
+    """The caches of an engine of `requests` slots per group whose steps hold verify_rows rows of each and
+    prefill_rows rows of prompts.
+
+    Rings hold what all slots keep between two steps and the rows of one step; compressed families what is left of
+    cache_bytes, without a limit one max_context for every slot. Prefixes that requests may start from have rings of
+    their own. ValueError where cache_bytes do not hold one request of max_context.
+    """
+    fresh = max(prefill_rows, verify_rows)
+    shape = CacheShape(requests, max_context, fresh, block_size, prefix_points=prefix_points)
+    families = page_families(config.sliding_window, config.compress_ratios, block_size)
+    pages, blocks = {}, -(-max_context // COMPRESSED_TOKENS)
+    for family in families:
+        if family.per_entry:
+            pages[family.name] = blocks
+            continue
+        step = requests * -(-verify_rows // family.page) + -(-prefill_rows // family.page)
+        at_work = min(requests * family.depth(max_context, fresh), requests * family.resting(max_context) + step)
+        pages[family.name] = at_work + prefix_points * point_pages(family)
+    one = pool_shapes(config, replace(shape, pages=pages), numerics)
+    fixed = sum(one[family.name].nbytes for family in families if not family.per_entry)
+    block_bytes = sum(one[family.name].page_bytes for family in families if family.per_entry)
+    most = requests * blocks
+    if cache_bytes is not None and block_bytes:
+        room = (cache_bytes - fixed) // block_bytes
+        most = room if prefix_points else min(room, most)
+    if cache_bytes is not None and (fixed > cache_bytes or most < blocks):
+        raise ValueError(
+            f"the cache budget is {cache_bytes:,} bytes, allowed: {fixed + blocks * block_bytes:,} or more, which "
+            f"{requests} requests and one context of {max_context:,} positions take"
+        )
+    pages.update({family.name: most for family in families if family.per_entry})
+    return replace(shape, pages=pages)
+
+
+def point_pages(family: PageFamily) -> int:
+    """Pages of a ring family that a sequence starting at a multiple of 128 reads."""
+    span = family.readable(1 << 20)
+    return -(-span.stop // family.page) - span.start // family.page if span else 0
+
+
+def family_columns(family: PageFamily, config: V4Config) -> int:
+    """Columns of one cache row of this family."""
+    return {
+        "csa_index": config.index_head_dim,
+        "csa_state": 4 * config.head_dim,
+        "index_state": 4 * config.index_head_dim,
+        "hca_state": 2 * config.head_dim,
+    }.get(family.name, config.head_dim)
+
+
+def family_layers(family: PageFamily, config: V4Config) -> tuple[int, ...]:
+    """The layers that have rows of this family, ascending."""
+    return tuple(range(config.num_hidden_layers)) if family.ratio is None else config.layers_of(family.ratio)
+
+
+def pool_shapes(config: V4Config, shape: CacheShape, numerics: Numerics) -> dict[str, PoolShape]:
+    """Every pool of one rank by family name, in the order of `page_families`."""
+    pools = {}
+    for family in page_families(config.sliding_window, config.compress_ratios, shape.block_size):
+        depth = family.depth(shape.max_context, shape.max_fresh)
+        pools[family.name] = PoolShape(
+            layers=len(family_layers(family, config)),
+            pages=(shape.pages or {}).get(family.name, shape.request_slots * depth),
+            page=family.page,
+            columns=family_columns(family, config),
+            dtype=numerics.accumulation if family.name.endswith("state") else numerics.kv,
+            depth=depth,
+        )
+    return pools
