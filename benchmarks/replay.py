@@ -30,7 +30,11 @@ from ..parallel.ledger import Record
 from .driver import barrier
 
 MODULE = "meshspark.benchmarks.replay"
-OPS = ("all_gather_rows", "exchange_rows", "broadcast_bytes", "reduce_scatter_rows")
+GATHERS = ("all_gather_rows", "start_gather_rows")
+"""A gather that went on in the background is repeated as one that does not: its bytes belong to its start."""
+
+FINISH = "finish_gather_rows"
+OPS = (*GATHERS, FINISH, "exchange_rows", "broadcast_bytes", "reduce_scatter_rows")
 """What a trace may hold; all other exchanges are made of these."""
 
 MOST_BYTES = 2 << 30
@@ -91,10 +95,12 @@ def _check(records: Sequence[Record]) -> None:
             raise ValueError(f"{where} has {record.rows} rows for {size} ranks")
     if first.op == "broadcast_bytes" and sum(record.bytes > 0 for record in records) != 1:
         raise ValueError(f"{where} has no source, or several")
+    if first.op == FINISH and first.rows:
+        raise ValueError(f"{where} ends a gather with {first.rows} rows, allowed: 0")
     if first.op == "reduce_scatter_rows" and not DTYPES[first.dtype].is_floating_point:
         raise ValueError(f"{where} adds {first.dtype}")
     taken = [sum(column) for column in zip(*(r.splits for r in records), strict=True)] if uneven else []
-    most = max([r.rows for r in records] + taken) * (size if first.op == "all_gather_rows" else 1)
+    most = max([r.rows for r in records] + taken) * (size if first.op in GATHERS else 1)
     if first.op == "broadcast_bytes":
         most = 1
     moved = prod((most, first.columns, DTYPES[first.dtype].itemsize))
@@ -179,10 +185,12 @@ def _runner(step: Step, group: Group, memory: _Memory) -> Callable[[], Any]:
         own = group.rank == step.source
         length, stage = record.columns, record.stage
         return lambda: broadcast_bytes(bytes(length) if own else None, group, step.source, length=length, stage=stage)
+    if record.op == FINISH:
+        return lambda: None
     x = memory.rows(record, group.device)
     if record.op == "exchange_rows":
         return lambda: exchange_rows(x, group, record.splits, step.received, stage=record.stage)
-    verb = {"all_gather_rows": all_gather_rows, "reduce_scatter_rows": reduce_scatter_rows}[record.op]
+    verb = all_gather_rows if record.op in GATHERS else reduce_scatter_rows
     return lambda: verb(x, group, stage=record.stage)
 
 

@@ -1,7 +1,7 @@
 """One shim over torch.distributed: names, dtypes and environment of gloo, NCCL and HCCL."""
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -27,6 +27,9 @@ WIRE_DTYPES = (
 # gloo's all-gather is a ring: slow, and a rank far from a dead one waits for its time-out. Pairs see it at once.
 # From about this many result bytes on, sends and receives beat the all-to-all.
 DIRECT_GATHER_BYTES = 2 << 20
+
+# Sends and receives of a gather under way find each other by this tag, whatever else moves meanwhile.
+AHEAD_TAG = 1
 
 # An exchange of gloo, which compares calls where no doorbell does, costs as much as a small call.
 SAMPLE_EVERY = 64
@@ -81,21 +84,48 @@ def all_gather(call: Call, output: torch.Tensor, rows: torch.Tensor) -> None:
         return
     compare(call)
     if output.device.type != "cpu":
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(output, rows, group=group.process_group)
+        _device_gather()(output, rows, group=group.process_group)
     elif output.numel() * output.element_size() >= DIRECT_GATHER_BYTES:
-        _direct_gather(output, rows, group)
+        wait_all(_post_pairs(output, rows, group), group)
     else:
         dist.all_to_all_single(output, torch.cat([rows] * group.size), group=group.process_group)
 
 
-def _direct_gather(output: torch.Tensor, rows: torch.Tensor, group: Group) -> None:
+def start_gather(call: Call, output: torch.Tensor, rows: torch.Tensor) -> list[dist.Work | None]:
+    """Post what `all_gather` moves -> works for `finish_gather`; both tensors are the backend's until then."""
+    compare(call)
+    group = call.group
+    if output.device.type == "cpu":
+        return _post_pairs(output, rows, group, AHEAD_TAG)
+    return [_device_gather()(output, rows, group=group.process_group, async_op=True)]
+
+
+def finish_gather(call: Call, output: torch.Tensor, works: list[dist.Work | None]) -> None:
+    """Wait for a started gather and empty `works`: gloo waits for a second message where a work is waited for twice.
+
+    On a device what is computed next waits, not the program; the backend's own watchdog keeps the time there.
+    """
+    compare(call)
+    while works:
+        one = [works.pop(0)]
+        if output.device.type == "cpu":
+            wait_all(one, call.group)
+        elif one[0] is not None:
+            one[0].wait()
+
+
+def _device_gather() -> Callable[..., dist.Work | None]:
+    gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather
+
+
+def _post_pairs(output: torch.Tensor, rows: torch.Tensor, group: Group, tag: int = 0) -> list[dist.Work | None]:
     parts = output.chunk(group.size)
     peers = [peer for peer in range(group.size) if peer != group.rank]
-    works = [dist.irecv(parts[peer], group=group.process_group, group_src=peer) for peer in peers]
-    works += [dist.isend(rows, group=group.process_group, group_dst=peer) for peer in peers]
+    works = [dist.irecv(parts[peer], group=group.process_group, group_src=peer, tag=tag) for peer in peers]
+    works += [dist.isend(rows, group=group.process_group, group_dst=peer, tag=tag) for peer in peers]
     parts[group.rank].copy_(rows)
-    wait_all(works, group)
+    return works
 
 
 def all_to_all(

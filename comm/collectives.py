@@ -13,7 +13,7 @@ import torch
 from ..parallel.group import cpu_tensor
 from ..parallel.groups import Group
 from ..parallel.signature import Signature
-from . import backend, local
+from . import backend, local, pending
 
 
 def all_gather_rows(x: torch.Tensor, group: Group, *, stage: str, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -64,6 +64,57 @@ def exchange_rows(
         moved: torch.Tensor = _ExchangeRows.apply(x, group, tuple(send_counts), tuple(recv_counts), stage)
         return moved
     return _exchange(x.detach(), group, send_counts, recv_counts, stage, out)
+
+
+class PendingRows:
+    """A gather under way. It holds the rows given until `wait`: they may be freed before, but not overwritten."""
+
+    def __init__(self, group: Group, stage: str, out: torch.Tensor, rows: torch.Tensor, work: pending.Work | None):
+        self._group, self._stage, self._out = group, stage, out
+        self._rows, self._work = rows, work
+
+    def wait(self) -> torch.Tensor:
+        """The result, [size * T, ...] by source rank, then by row; the rows given are the caller's again.
+
+        A call of the group like any other: every rank waits at the same place in the order of calls. Errors as those
+        of the start. Without effect when called again.
+        """
+        work, self._work = self._work, None
+        if work is None:
+            return self._out
+        signature = _signature("finish_gather_rows", self._stage, self._rows[:0], 0)
+        try:
+            with self._group.call(signature) as call:
+                work.finish(call)
+        finally:
+            work.drop()
+        return self._out
+
+    def drop(self) -> None:
+        """Give the gather up after a failure of the groups, whose connections it may keep open."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.drop()
+
+
+def start_gather_rows(x: torch.Tensor, group: Group, *, stage: str, out: torch.Tensor | None = None) -> PendingRows:
+    """As `all_gather_rows`, which goes on while this rank computes, until `PendingRows.wait`.
+
+    The call is compared with all ranks before data moves. Other calls of the group may follow before the wait. `out`
+    must neither be read nor written until then. Where nothing can go on in the background (`pending.is_ahead`) the
+    gather is over when this returns.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"x of stage {stage} needs a gradient, which start_gather_rows does not carry; detach it")
+    rows = x.detach()
+    if group.size == 1 or not pending.is_ahead(group, rows):
+        return PendingRows(group, stage, all_gather_rows(rows, group, stage=stage, out=out), rows, None)
+    _check_rows(rows, "x")
+    rows = rows.contiguous()
+    out = _room(out, (group.size * rows.shape[0], *rows.shape[1:]), rows)
+    with group.call(_signature("start_gather_rows", stage, rows, group.size - 1)) as call:
+        work = pending.start(call, out, rows)
+    return PendingRows(group, stage, out, rows, work)
 
 
 def view_gathered_rows(x: torch.Tensor, group: Group, *, stage: str) -> torch.Tensor:

@@ -5,11 +5,12 @@ row, K inputs of an output group, H hidden.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..parallel.groups import Group
-from .collectives import all_gather_rows, exchange_rows
+from .collectives import PendingRows, all_gather_rows, exchange_rows, start_gather_rows
 
 Bounds = tuple[int, int]
 
@@ -98,6 +99,56 @@ def gather_weight_shards(
     full_a = all_gather_rows(wo_a, group, stage=stage)
     by_rank = all_gather_rows(wo_b, group, stage=stage).view(group.size, H, columns)
     return full_a, by_rank.transpose(0, 1).reshape(H, group.size * columns)
+
+
+Shards = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+"""(wo_a [P * Ro, K], wo_b [H, P * Ro]) of every rank of the group, by owner."""
+
+
+@dataclass(frozen=True)
+class PendingShards:
+    """All ranks' weight shards under way."""
+
+    size: int
+    pending: tuple[PendingRows, PendingRows]
+
+    def wait(self) -> Shards:
+        """Every rank's shards, by owner, as stored. The memory is the buffers' where some were given."""
+        try:
+            a, b = (rows.wait().chunk(self.size) for rows in self.pending)
+        except BaseException:
+            self.drop()
+            raise
+        return tuple(zip(a, b, strict=True))
+
+    def drop(self) -> None:
+        """Give them up after a failure of the groups."""
+        for rows in self.pending:
+            rows.drop()
+
+
+def start_gather_weight_shards(
+    wo_a: torch.Tensor,
+    wo_b: torch.Tensor,
+    group: Group,
+    *,
+    buffers: tuple[torch.Tensor, torch.Tensor] | None = None,
+    stage: str = "gather_weights",
+) -> PendingShards:
+    """Begin to bring every rank's wo_a [P * Ro, K] and wo_b [H, P * Ro] here, while this rank computes.
+
+    buffers: [size * P * Ro, K] and [size * H, P * Ro] to receive in, not to be touched until the wait. The shards are
+    held until then and must not be overwritten. Unlike `gather_weight_shards` each shard stays as stored: wo_b's
+    columns are not brought together. `start_gather_rows` says what may come between.
+    """
+    out_a, out_b = (None, None) if buffers is None else buffers
+    first = start_gather_rows(wo_a, group, stage=stage, out=out_a)
+    try:
+        second = start_gather_rows(wo_b, group, stage=stage, out=out_b)
+    except BaseException:
+        first.drop()
+        raise
+    return PendingShards(group.size, (first, second))
 
 
 def gather_projected(rows_TH: torch.Tensor, group: Group, *, stage: str) -> torch.Tensor:

@@ -123,17 +123,18 @@ class Stand:
         group = dist.group.WORLD if group is None else group
         return any(group is mine for mine in self.groups)
 
-    def all_gather(self, real: Callable, output: torch.Tensor, rows: torch.Tensor, group: Any = None) -> None:
+    def all_gather(
+        self, real: Callable, output: torch.Tensor, rows: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         """all_gather_single under the device's rules."""
         if not self.plays(group):
-            real(output, rows, group=group)
-            return
+            return real(output, rows, group=group, async_op=async_op)
         self._check("all_gather", output, rows, self.flavour.gather)
         size = dist.get_world_size(group)
         if output.numel() != size * rows.numel():
             raise Refused(f"all-gather of {rows.numel()} elements into {output.numel()} over {size} ranks")
         self._agree("all_gather", rows, [rows.numel()] * size, [rows.numel()] * size, group)
-        real(_plain(output), _plain(rows), group=group)
+        return real(_plain(output), _plain(rows), group=group, async_op=async_op)
 
     def all_to_all(
         self,

@@ -179,7 +179,9 @@ def forward(base: Groups, flavour: str, sizes: list[int], folder: str) -> dict:
         dp_rank = topology.coordinates(groups.rank).dp_rank
         rows = ragged_traffic(1, dp_rank, topology.tp, model.config.vocab_size, STEPS, False)
         found = run_traffic(model, rows, topology.tp, groups.rank)["logits"]
-        engine = Engine(model, slots_per_rank=2, max_context=128, prefill_rows=24)
+        ahead = run_traffic(model, rows, topology.tp, groups.rank, gather_weights=True)["logits"]
+        assert all(bool((ahead[place] - row).abs().max() <= 1e-10) for place, row in found.items())
+        engine = Engine(model, requests=2 * groups.topology.tp, max_context=128, prefill_rows=24)
         results = []
         if engine.is_front:
             results = run(engine, traffic(3))
@@ -216,7 +218,7 @@ def test_the_whole_network_keeps_the_rules(
             seen += 1
         assert answer["calls"][FLAVOURS[flavour].gather] and answer["calls"]["all_to_all_single"]
     assert seen > 50
-    alone = Engine(single_model("tiny", "float64"), slots_per_rank=1, max_context=128)
+    alone = Engine(single_model("tiny", "float64"), requests=1, max_context=128)
     greedy = [index for index, (_, params) in enumerate(traffic(3)) if params.temperature == 0]
     assert greedy
     for index in greedy:

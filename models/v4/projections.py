@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...comm.projection import gather_weight_shards, publish_heads, reduce_partials, tree_sum
+from ...comm.projection import Shards, gather_weight_shards, publish_heads, reduce_partials, tree_sum
 from ...parallel.groups import Group
 from ..functions import mean_square_rsqrt, rms_norm, row_linear, tile_product
 from .config import V4Config
@@ -30,7 +30,7 @@ class ProjectionWeights:
 
 
 Rotation = tuple[torch.Tensor, ...]
-"""(cos, sin), each [rows, rotated pairs]."""
+"""(cos, sin), each [rows, columns] as `rotate` takes them."""
 
 
 def query_latent(x_TH: torch.Tensor, weights: ProjectionWeights, config: V4Config) -> torch.Tensor:
@@ -43,7 +43,7 @@ def queries(latent_TR: torch.Tensor, weights: ProjectionWeights, config: V4Confi
     q_TND = row_linear(latent_TR, weights.wq_b).unflatten(1, (config.num_attention_heads, config.head_dim))
     wide_TND = q_TND.to(weights.q_norm.dtype)
     normed_TND = (wide_TND * mean_square_rsqrt(wide_TND, config.rms_norm_eps)).to(latent_TR.dtype)
-    return rotate(normed_TND, *(r[:, None] for r in rotation)).to(weights.q_norm.dtype)
+    return rotate(normed_TND, *(r.unsqueeze(1) for r in rotation)).to(weights.q_norm.dtype)
 
 
 def key_value(
@@ -70,19 +70,22 @@ def project_output(
     group: Group,
     *,
     gather_weights: bool = False,
+    shards: Shards | None = None,
 ) -> torch.Tensor:
     """Grouped low-rank output projection of the own rows -> [T, H] in the dtype of wo_a, complete width.
 
     Heads go to the owner of their output group and partials come back to the owner of the row, added in a fixed
     tree over the groups; with gather_weights the weight shards travel instead and the same tree is walked at home.
-    Both give the same bits.
+    Both give the same bits. shards: every owner's (wo_a, wo_b), where they have come already; implies gather_weights.
     """
     heads_TGK = o_TND.to(weights.wo_a.dtype).reshape(len(o_TND), config.o_groups, config.group_columns)
     wide = weights.q_norm.dtype
-    if gather_weights:
-        wo_a, wo_b = gather_weight_shards(weights.wo_a, weights.wo_b, group, stage="weight_gather")
-        partials_TGH = group_partials(heads_TGK, wo_a, wo_b, wide)
-        return tree_sum(list(partials_TGH.unbind(1))).to(wo_a.dtype)
+    if gather_weights and shards is None:
+        shards = (gather_weight_shards(weights.wo_a, weights.wo_b, group, stage="weight_gather"),)
+    if shards is not None:
+        by_owner = zip(heads_TGK.chunk(len(shards), 1), shards, strict=True)
+        partials = [part for heads, (a, b) in by_owner for part in group_partials(heads, a, b, wide).unbind(1)]
+        return tree_sum(partials).to(weights.wo_a.dtype)
     heads_SGK = publish_heads(heads_TGK, group, stage="publish")
     partials_SGH = group_partials(heads_SGK, weights.wo_a, weights.wo_b, wide)
     return reduce_partials(partials_SGH, group, config.o_groups, stage="publish").to(weights.wo_a.dtype)
