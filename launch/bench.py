@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 BENCHMARKS = {
     "collectives": "collectives",
+    "context": "context",
     "decode": "decode",
     "failures": "failures",
     "replay": "replay",

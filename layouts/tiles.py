@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .entry_lanes import EntryLanes, make_entry_lanes
 from .lanes import FreshSpan, Lanes, make_lanes
 from .pages import Tables
 from .rows import GroupRows, RequestRows
@@ -21,22 +22,36 @@ MIN_WIDTH = 16
 DENSE_LIMIT = 4
 """Entries are attended densely, under a mask, up to this multiple of index_topk; beyond they are gathered."""
 
+SCORE_LANES = 2048
+"""Entries that the indexer scores at once."""
+
+MOST_KEYS = 1 << 15
+MOST_ROW_LANES = 1 << 18
+MOST_SCORES = 1 << 24
+"""Limits of one batch of tiles, so that nothing made from it grows with the context: key rows, rows x lanes attended
+or scored at once (at Flash's 64 heads in FP32 both make 64 MiB), and scores that rows keep of all their entries."""
+
 ENTRY_FAMILIES = {4: ("csa_kv", "csa_index"), 128: ("hca_kv",)}
 
 
 @dataclass(frozen=True)
 class Entries:
-    """Compressed lanes of a batch of tiles: width E, admitted [N, R, E] where entry < (position + 1) // ratio.
+    """Compressed lanes of a batch of tiles: width E, of which a row may see the first visible_NR.
 
     gathered: each row attends its selected entries only, looked up through span and slot at run time;
     otherwise all E lanes are attended under the mask.
     """
 
     width: int
-    lanes: Lanes
-    admitted_NRE: torch.Tensor
+    lanes: EntryLanes
+    visible_NR: torch.Tensor
     span: FreshSpan
     gathered: bool
+
+    @property
+    def admitted_NRE(self) -> torch.Tensor:
+        """Where entry < (position + 1) // ratio, bool; made anew at every use, for it grows with the context."""
+        return torch.arange(self.width, device=self.visible_NR.device) < self.visible_NR[:, :, None]
 
 
 @dataclass(frozen=True)
@@ -93,7 +108,7 @@ def make_tiles(
     slot_R = torch.tensor([request.slot for request in requests], dtype=torch.int64)
     length_R = torch.tensor([len(request.tokens) for request in requests], dtype=torch.int64)
     batches = []
-    for picked, width in _classes(tiles, ratio):
+    for picked, width in _classes(tiles, ratio, window, index_topk):
         rows_NR = _tile_rows(tiles, picked)
         position_NR = torch.where(rows_NR >= 0, position_T[rows_NR.clamp(min=0)], -1)
         request_N = tiles.request[picked]
@@ -133,14 +148,32 @@ def _find_tiles(request_T: torch.Tensor, position_T: torch.Tensor) -> _Tiles:
     return _Tiles(unique // blocks, unique % blocks, count, count.cumsum(0) - count, order)
 
 
-def _classes(tiles: _Tiles, ratio: int) -> Iterator[tuple[torch.Tensor, int]]:
+def _classes(tiles: _Tiles, ratio: int, window: int, index_topk: int) -> Iterator[tuple[torch.Tensor, int]]:
     """Tile numbers that can run as one batch, with their compressed width."""
     classes: dict[tuple[int, int], list[int]] = {}
     for tile, (block, count) in enumerate(zip(tiles.block.tolist(), tiles.count.tolist(), strict=True)):
         width = entry_width(block, ratio) if ratio else 0
         classes.setdefault((width, _next_power(count)), []).append(tile)
-    for (width, _), members in sorted(classes.items()):
-        yield torch.tensor(members), width
+    for (width, rows), members in sorted(classes.items()):
+        for part in torch.tensor(members).split(most_tiles(rows, width, ratio, window, index_topk)):
+            yield part, width
+
+
+def is_gathered(width: int, ratio: int, index_topk: int) -> bool:
+    """Whether rows at this compressed width look up the entries that they selected."""
+    return ratio == 4 and width > DENSE_LIMIT * index_topk
+
+
+def most_tiles(rows: int, width: int, ratio: int, window: int, index_topk: int) -> int:
+    """Tiles of `rows` padded rows and this compressed width that make one batch; 1 where even one is beyond the
+    limits, whose rows attention then takes in parts."""
+    shared = TILE + window
+    if is_gathered(width, ratio, index_topk):
+        lanes = max(shared + index_topk, SCORE_LANES)
+        keys = max(shared, index_topk)
+    else:
+        lanes = keys = shared + width
+    return max(1, min(MOST_KEYS // keys, MOST_ROW_LANES // (rows * lanes), MOST_SCORES // (rows * max(width, 1))))
 
 
 def _tile_rows(tiles: _Tiles, picked: torch.Tensor) -> torch.Tensor:
@@ -162,7 +195,7 @@ def _window(
     lane_NL = block_N[:, None] * TILE - window + torch.arange(TILE + window)
     query_NR1 = position_NR[:, :, None]
     admitted_NRL = (lane_NL[:, None] <= query_NR1) & (lane_NL[:, None] > query_NR1 - window) & (lane_NL[:, None] >= 0)
-    lanes = make_lanes(lane_NL, admitted_NRL.any(1), span, tables, ("window",), fresh_rows_N)
+    lanes = make_lanes(lane_NL, admitted_NRL.any(1), span, tables, ("window_kv",), fresh_rows_N)
     return lanes, admitted_NRL
 
 
@@ -174,9 +207,6 @@ def _entries(
     span: FreshSpan,
     tables: Tables | None,
 ) -> Entries:
-    entry_NE = torch.arange(width).expand(len(position_NR), width)
-    visible_NR = (position_NR + 1) // ratio
-    admitted_NRE = entry_NE[:, None] < visible_NR[:, :, None]
-    lanes = make_lanes(entry_NE, admitted_NRE.any(1), span, tables, ENTRY_FAMILIES[ratio])
-    gathered = ratio == 4 and width > DENSE_LIMIT * index_topk
-    return Entries(width, lanes, admitted_NRE, span, gathered)
+    visible_NR = ((position_NR + 1) // ratio).clamp(min=0)
+    lanes = make_entry_lanes(width, visible_NR.amax(1), span, tables, ENTRY_FAMILIES[ratio])
+    return Entries(width, lanes, visible_NR, span, is_gathered(width, ratio, index_topk))

@@ -10,9 +10,25 @@ import torch
 
 from ...layouts.lanes import FreshSpan, make_lanes
 from ...layouts.pages import Tables
-from ...layouts.tiles import Entries, TileBatch, TileSet
+from ...layouts.tiles import (
+    MIN_WIDTH,
+    SCORE_LANES,
+    TILE,
+    Entries,
+    TileBatch,
+    TileSet,
+    entry_width,
+    is_gathered,
+    most_tiles,
+)
 from ..functions import tile_product
-from .indexer import index_scores, select, selected_entries
+from ..numerics import Numerics
+from .config import V4Config
+from .indexer import SELECT_ELEMENTS, lane_scores, select, selected_entries
+
+MOST_ELEMENTS = 1 << 24
+"""Elements of the largest tensor that attention makes of a batch of tiles (64 MiB in FP32), at any context: rows are
+taken in parts where scores or gathered keys would be more."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +63,9 @@ def attend(
 
     Keys are values. The scale is D^-0.5; the sink joins the denominator only.
     """
-    scaled_TAD = q_TAD * q_TAD.shape[2] ** -0.5
     outputs = [q_TAD.new_zeros(1, *q_TAD.shape[1:])]
     for batch in tiles.batches:
-        outputs.append(_attend_batch(scaled_TAD, window, entries, index, sink_A, batch, tables))
+        outputs.append(_attend_batch(q_TAD, window, entries, index, sink_A, batch, tables))
     return torch.cat(outputs).index_select(0, tiles.place_T)
 
 
@@ -63,23 +78,43 @@ def _attend_batch(
     batch: TileBatch,
     tables: Tables | None,
 ) -> torch.Tensor:
+    """Output [N * R, A, D] of a batch of tiles. Keys that a tile shares are made once, for all parts of its rows."""
     N, R = batch.rows_NR.shape
-    A, D = q_TAD.shape[1:]
-    q_NMD = q_TAD.index_select(0, batch.rows_NR.clamp(min=0).flatten()).view(N, R * A, D)
-    blocks = [_shared_keys(q_NMD, batch.window.fill(window.fresh_XD, window.pool_SD, window.family), R)]
-    masks = [batch.window_admitted_NRL]
+    wide = q_TAD.dtype
+    shared = [(batch.window.fill(window.fresh_XD, window.pool_SD, window.family).to(wide), batch.window_admitted_NRL)]
+    chosen_NRK = None
     if batch.entries is not None and entries is not None:
-        block, mask = _entry_keys(q_NMD, entries, index, batch, batch.entries, tables)
-        blocks.append(block)
-        masks.append(mask)
-    sink_NRA1 = sink_A.to(q_NMD.dtype).expand(N, R, A)[..., None]
-    scores = [b.scores_NRAL.masked_fill(~m[:, :, None], float("-inf")) for b, m in zip(blocks, masks, strict=True)]
-    probability = torch.softmax(torch.cat([*scores, sink_NRA1], dim=3), dim=3)
-    parts = probability.split([*(s.shape[3] for s in scores), 1], dim=3)
-    output = blocks[0].values(parts[0])
-    for block, part in zip(blocks[1:], parts[1:], strict=False):
-        output = output + block.values(part)
-    return output.flatten(0, 1)
+        mask_NRE = _admitted(index, batch, batch.entries)
+        if index is not None and batch.entries.gathered:
+            chosen_NRK = selected_entries(mask_NRE, index.topk)
+        else:
+            keys_NED = batch.entries.lanes.fill(entries.fresh_XD, entries.pool_SD, entries.family)
+            shared.append((keys_NED.to(wide), mask_NRE))
+    lanes = sum(keys.shape[1] for keys, _ in shared)
+    own = 0 if chosen_NRK is None else chosen_NRK.shape[2]
+    outputs = []
+    for part in row_parts(N, R, q_TAD.shape[1], q_TAD.shape[2], lanes, own):
+        rows_NR = batch.rows_NR[:, part]
+        q_XAD = q_TAD.index_select(0, rows_NR.clamp(min=0).flatten())
+        q_NRAD = q_XAD.mul_(q_XAD.shape[2] ** -0.5).unflatten(0, rows_NR.shape)
+        blocks = [_shared_keys(q_NRAD, keys_NLD, mask_NRL[:, part]) for keys_NLD, mask_NRL in shared]
+        if chosen_NRK is not None and entries is not None and batch.entries is not None:
+            own_NRK = chosen_NRK[:, part]
+            keys_BKD = _gather_rows(own_NRK, entries, batch.entries.span, tables).to(wide)
+            blocks.append(_own_keys(q_NRAD, keys_BKD, own_NRK >= 0))
+        outputs.append(_mix(blocks, sink_A))
+    return torch.cat(outputs, dim=1).flatten(0, 1)
+
+
+def row_parts(tiles: int, rows: int, heads: int, head_dim: int, lanes: int, own: int) -> list[slice]:
+    """Rows of a batch of tiles that are taken at once: parts of one size, the last maybe shorter.
+
+    lanes are those that a tile shares, own the entries that each row gathers for itself.
+    """
+    per_row = tiles * max(heads * max(lanes + own, head_dim), own * head_dim)
+    parts = -(-rows // max(1, MOST_ELEMENTS // per_row))
+    size = -(-rows // parts)
+    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
 @dataclass(frozen=True)
@@ -94,39 +129,38 @@ class _KeyBlock:
         return tile_product(rows, self.key_BLD).view(*probability_NRAL.shape[:3], -1)
 
 
-def _shared_keys(q_NMD: torch.Tensor, key_NLD: torch.Tensor, rows: int) -> _KeyBlock:
-    key_NLD = key_NLD.to(q_NMD.dtype)
-    scores = tile_product(q_NMD, key_NLD.transpose(1, 2))
-    return _KeyBlock(scores.unflatten(1, (rows, -1)), key_NLD)
+def _shared_keys(q_NRAD: torch.Tensor, key_NLD: torch.Tensor, mask_NRL: torch.Tensor) -> _KeyBlock:
+    scores = tile_product(q_NRAD.flatten(1, 2), key_NLD.transpose(1, 2)).unflatten(1, q_NRAD.shape[1:3])
+    return _KeyBlock(scores.masked_fill_(~mask_NRL[:, :, None], float("-inf")), key_NLD)
 
 
-def _entry_keys(
-    q_NMD: torch.Tensor,
-    source: KeySource,
-    index: IndexInputs | None,
-    batch: TileBatch,
-    entries: Entries,
-    tables: Tables | None,
-) -> tuple[_KeyBlock, torch.Tensor]:
-    R = batch.rows_NR.shape[1]
-    mask_NRE = entries.admitted_NRE
-    if index is not None and entries.width > index.topk:
-        mask_NRE = selection(index, batch, entries)
-    if index is None or not entries.gathered:
-        return _shared_keys(q_NMD, entries.lanes.fill(source.fresh_XD, source.pool_SD, source.family), R), mask_NRE
-    chosen_NRK = selected_entries(mask_NRE, index.topk)
-    key_BKD = _gather_rows(chosen_NRK, source, entries.span, tables).to(q_NMD.dtype)
-    q_BAD = q_NMD.reshape(len(key_BKD), -1, q_NMD.shape[2])
-    scores_BAK = tile_product(q_BAD, key_BKD.transpose(1, 2))
-    return _KeyBlock(scores_BAK.view(*chosen_NRK.shape[:2], *scores_BAK.shape[1:]), key_BKD), chosen_NRK >= 0
+def _own_keys(q_NRAD: torch.Tensor, key_BKD: torch.Tensor, mask_NRK: torch.Tensor) -> _KeyBlock:
+    scores = tile_product(q_NRAD.flatten(0, 1), key_BKD.transpose(1, 2)).unflatten(0, q_NRAD.shape[:2])
+    return _KeyBlock(scores.masked_fill_(~mask_NRK[:, :, None], float("-inf")), key_BKD)
+
+
+def _mix(blocks: list[_KeyBlock], sink_A: torch.Tensor) -> torch.Tensor:
+    """One softmax over the lanes of all blocks and the sink, and the mix of their keys, [N, R, A, D]."""
+    scores = [block.scores_NRAL for block in blocks]
+    sink_NRA1 = sink_A.to(scores[0].dtype).expand(scores[0].shape[:3])[..., None]
+    probability = torch.softmax(torch.cat([*scores, sink_NRA1], dim=3), dim=3)
+    parts = probability.split([*(s.shape[3] for s in scores), 1], dim=3)
+    output = blocks[0].values(parts[0])
+    for block, part in zip(blocks[1:], parts[1:], strict=False):
+        output = output + block.values(part)
+    return output
+
+
+def _admitted(index: IndexInputs | None, batch: TileBatch, entries: Entries) -> torch.Tensor:
+    return entries.admitted_NRE if index is None or entries.width <= index.topk else selection(index, batch, entries)
 
 
 @torch.no_grad()
 def selection(index: IndexInputs, batch: TileBatch, entries: Entries) -> torch.Tensor:
     """Which entries each row of a batch of tiles attends to: bool [N, R, E], never one that it may not see."""
     rows_NR = batch.rows_NR.clamp(min=0)
-    key_NED = entries.lanes.fill(index.keys.fresh_XD, index.keys.pool_SD, index.keys.family)
-    scores_NRE = index_scores(index.q_TID[rows_NR], index.head_TI[rows_NR], key_NED)
+    keys = (index.keys.fresh_XD, index.keys.pool_SD, index.keys.family)
+    scores_NRE = lane_scores(index.q_TID[rows_NR], index.head_TI[rows_NR], entries.lanes, keys)
     return select(scores_NRE, entries.admitted_NRE, index.topk)
 
 
@@ -137,3 +171,77 @@ def _gather_rows(chosen_NRK: torch.Tensor, source: KeySource, span: FreshSpan, t
     chosen_BK = chosen_NRK.flatten(0, 1)
     lanes = make_lanes(chosen_BK, chosen_BK >= 0, per_row, tables, (source.family,))
     return lanes.fill(source.fresh_XD, source.pool_SD, source.family)
+
+
+def attention_workspace(
+    config: V4Config, numerics: Numerics, rows: int, context: int, requests: int | None = None
+) -> int:
+    """Most bytes that `attend` holds at once for `rows` local rows at positions below `context`, its output included.
+
+    A bound over every mixture of up to `requests` requests (default: one for each row); ValueError for numbers below
+    1. The output grows with the rows, the rest is of one batch of tiles and stops growing with either. Index tensors
+    of the plan, and q itself, are not in it.
+    """
+    requests = rows if requests is None else requests
+    if min(rows, context, requests) < 1:
+        raise ValueError(f"rows is {rows}, context {context}, requests {requests}, allowed: 1 or more")
+    # A request's rows begin and end inside of a block.
+    tiles_at_most = rows // TILE + 2 * requests
+    batches = [
+        _batch_bytes(config, numerics, ratio, tiles, padded, width)
+        for ratio in sorted(set(config.compress_ratios))
+        for width in _widths(ratio, context)
+        for padded in (1 << bit for bit in range(TILE.bit_length()) if 1 << bit < 2 * rows)
+        for tiles in _tile_counts(config, ratio, rows, padded, width, tiles_at_most)
+    ]
+    # Rows of a tile are padded to a power of two, so there are fewer than twice as many; all are joined, then placed.
+    output = rows * config.num_attention_heads * config.head_dim * numerics.accumulation.itemsize
+    return max(max(batches) + 2 * output, 5 * output)
+
+
+def _widths(ratio: int, context: int) -> list[int]:
+    """Compressed widths of tiles below this context, 0 for none."""
+    most = entry_width((context - 1) // TILE, ratio) if ratio else 0
+    return sorted({0, *(1 << bit for bit in range(MIN_WIDTH.bit_length() - 1, most.bit_length()))})
+
+
+def _tile_counts(config: V4Config, ratio: int, rows: int, padded: int, width: int, at_most: int) -> set[int]:
+    """Tiles of this shape in one batch: the most that the limits and the rows allow, and powers of two below."""
+    limit = most_tiles(padded, width, ratio, config.sliding_window, config.index_topk)
+    most = min(limit, at_most, max(1, rows // (padded // 2 + 1)))
+    return {most, *(1 << bit for bit in range(most.bit_length()))}
+
+
+def _batch_bytes(config: V4Config, numerics: Numerics, ratio: int, tiles: int, rows: int, width: int) -> int:
+    """Most bytes that a batch of tiles of this shape holds: while it selects, or while it mixes keys."""
+    wide, kv, heads, dim = (
+        numerics.accumulation.itemsize,
+        numerics.kv.itemsize,
+        config.num_attention_heads,
+        config.head_dim,
+    )
+    gathered = is_gathered(width, ratio, config.index_topk)
+    own = config.index_topk if gathered else 0
+    shared = config.sliding_window + TILE
+    window = tiles * shared * dim * (kv + wide)
+    selecting = 0
+    if ratio == 4 and width > config.index_topk:
+        selecting = _selecting_bytes(config, numerics, tiles, rows, width)
+    lanes = shared + (0 if gathered else width)
+    parts = row_parts(tiles, rows, heads, dim, lanes, own)
+    taken = tiles * (parts[0].stop - parts[0].start)
+    keys = tiles * lanes * dim * (kv + wide) + taken * own * dim * (kv + kv + wide)
+    masks = tiles * rows * (width + 2 * lanes + 24 * own)
+    # Queries, scores thrice (of both kinds, together, as probabilities), what is mixed twice, and outputs so far.
+    mixing = taken * heads * (2 * dim + 3 * (lanes + own + 1) + 2 * dim) * wide + 2 * tiles * rows * heads * dim * wide
+    return window + max(selecting, keys + masks + mixing)
+
+
+def _selecting_bytes(config: V4Config, numerics: Numerics, tiles: int, rows: int, width: int) -> int:
+    """Queries, scores, masks, and the larger of one part's scoring and one part's choice."""
+    wide, kv = numerics.accumulation.itemsize, numerics.kv.itemsize
+    heads, dim, taken = config.index_n_heads, config.index_head_dim, tiles * rows
+    piece = min(width, SCORE_LANES)
+    scoring = 2 * tiles * piece * dim * (kv + wide) + taken * piece * (heads + 1) * wide
+    picked = min(taken, max(1, SELECT_ELEMENTS // width)) * width
+    return taken * (heads * dim * wide + width * (wide + 3)) + max(scoring, picked * (2 * wide + 12))

@@ -7,14 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
+from ...layouts.entry_lanes import EntryLanes
+from ...layouts.tiles import SCORE_LANES
 from ..functions import row_linear, tile_product
 from .compressor import CompressorWeights
 from .config import V4Config
 from .projections import Rotation
 from .rope import rotate
 
-SCORE_LANES = 2048
-"""Entries scored at once: bounds the [rows, heads, entries] intermediate at long context."""
+SELECT_ELEMENTS = 1 << 22
+"""Scores that one pass of the selection looks at: bounds its copies at long context."""
+
+
+KeyRows = tuple[torch.Tensor, torch.Tensor | None, str]
+"""Fresh rows, the pool (None: nothing is resident) and its family."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,26 @@ def index_queries(
 
 def index_scores(q_NRID: torch.Tensor, head_NRI: torch.Tensor, key_NED: torch.Tensor) -> torch.Tensor:
     """Scores [N, R, E]: sum over heads of weight * relu(query . key). model.md 4.4."""
-    N, R, heads, _ = q_NRID.shape
-    scores = []
-    for key_NLD in key_NED.split(SCORE_LANES, dim=1):
-        dots = tile_product(q_NRID.flatten(1, 2), key_NLD.transpose(1, 2).to(q_NRID.dtype))
-        scores.append((dots.view(N, R, heads, -1).relu_() * head_NRI[..., None]).sum(2))
+    scores = [_score(q_NRID, head_NRI, key_NLD) for key_NLD in key_NED.split(SCORE_LANES, dim=1)]
     return torch.cat(scores, dim=2)
+
+
+def lane_scores(q_NRID: torch.Tensor, head_NRI: torch.Tensor, lanes: EntryLanes, keys: KeyRows) -> torch.Tensor:
+    """`index_scores` of a batch of tiles without all its keys at once; minus infinity where no row sees a lane.
+
+    keys: (fresh rows, pool or None, family) as `EntryLanes.fill` takes them.
+    """
+    scores_NRE = head_NRI.new_full((*head_NRI.shape[:2], lanes.width), float("-inf"))
+    for first in range(0, lanes.known, SCORE_LANES):
+        last = min(first + SCORE_LANES, lanes.width)
+        scores_NRE[:, :, first:last] = _score(q_NRID, head_NRI, lanes.fill(*keys, first, last))
+    return scores_NRE
+
+
+def _score(q_NRID: torch.Tensor, head_NRI: torch.Tensor, key_NLD: torch.Tensor) -> torch.Tensor:
+    N, R, heads, _ = q_NRID.shape
+    dots = tile_product(q_NRID.flatten(1, 2), key_NLD.transpose(1, 2).to(q_NRID.dtype))
+    return dots.view(N, R, heads, -1).relu_().mul_(head_NRI[..., None]).sum(2)
 
 
 def select(scores_NRE: torch.Tensor, admitted_NRE: torch.Tensor, count: int) -> torch.Tensor:
@@ -52,17 +72,27 @@ def select(scores_NRE: torch.Tensor, admitted_NRE: torch.Tensor, count: int) -> 
 
     A NaN score never wins; an entry that is not admitted is never chosen, even where fewer than count are.
     """
-    admitted_NRE = admitted_NRE & ~scores_NRE.isnan()
-    scores_NRE = scores_NRE.masked_fill(~admitted_NRE, float("-inf"))
-    last = scores_NRE.topk(min(count, scores_NRE.shape[2]), dim=2).values[..., -1:]
-    above, equal = scores_NRE > last, (scores_NRE == last) & admitted_NRE
-    room = count - above.sum(2, keepdim=True)
-    return above | (equal & (equal.cumsum(2) <= room))
+    rows = max(1, SELECT_ELEMENTS // max(1, scores_NRE.shape[2]))
+    parts = zip(scores_NRE.flatten(0, 1).split(rows), admitted_NRE.flatten(0, 1).split(rows), strict=True)
+    chosen = torch.cat([_select_rows(scores_XE, admitted_XE, count) for scores_XE, admitted_XE in parts])
+    return chosen.view(admitted_NRE.shape)
+
+
+def _select_rows(scores_XE: torch.Tensor, admitted_XE: torch.Tensor, count: int) -> torch.Tensor:
+    admitted_XE = admitted_XE & ~scores_XE.isnan()
+    scores_XE = scores_XE.masked_fill(~admitted_XE, float("-inf"))
+    last = scores_XE.topk(min(count, scores_XE.shape[1]), dim=1).values[:, -1:]
+    above, equal = scores_XE > last, (scores_XE == last) & admitted_XE
+    room = count - above.sum(1, keepdim=True)
+    return above | (equal & (equal.cumsum(1, dtype=torch.int32) <= room))
 
 
 def selected_entries(mask_NRE: torch.Tensor, count: int) -> torch.Tensor:
     """The chosen entry numbers [N, R, count], ascending, -1 where a row has fewer."""
-    tile, row, entry = mask_NRE.nonzero(as_tuple=True)
-    chosen = torch.full((*mask_NRE.shape[:2], count), -1, dtype=torch.int64, device=mask_NRE.device)
-    chosen[tile, row, (mask_NRE.cumsum(2) - 1)[tile, row, entry]] = entry
-    return chosen
+    mask_XE = mask_NRE.flatten(0, 1)
+    row, entry = mask_XE.nonzero(as_tuple=True)
+    chosen_X = mask_XE.sum(1)
+    place = torch.arange(len(row), device=row.device) - (chosen_X.cumsum(0) - chosen_X)[row]
+    chosen = torch.full((len(mask_XE), count), -1, dtype=torch.int64, device=mask_NRE.device)
+    chosen[row, place] = entry
+    return chosen.view(*mask_NRE.shape[:2], count)
