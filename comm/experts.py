@@ -7,6 +7,7 @@ rank, source row and k. Sizes are exact: nothing is padded and nothing is ever d
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..layouts.bits import as_lanes, from_lanes
@@ -23,8 +24,9 @@ PACK_LIMIT_BYTES = 256 * 1024
 class DispatchHandle:
     """How rows went out, so that `combine` can bring results back.
 
-    order_S: source route (row * k + slot) of each sent row. regroup_R: for each row in expert order, its place in
-    arrival order. send_counts and recv_counts: rows by rank. expert_counts: rows by local expert.
+    order_S: source route (row * k + slot) of each sent row. sent_E: rows sent to each expert of the group, int64.
+    regroup_R: for each row in expert order, its place in arrival order. send_counts and recv_counts: rows by rank.
+    expert_counts: rows by local expert.
     """
 
     group: Group
@@ -32,6 +34,7 @@ class DispatchHandle:
     rows: int
     routes_per_row: int
     order_S: torch.Tensor
+    sent_E: torch.Tensor
     regroup_R: torch.Tensor
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
@@ -81,22 +84,21 @@ def dispatch(
     then every rank of the group needs the gradient (CollectiveMismatch on all if only some do).
     """
     _check(x_TD, indices_Tk, weights_Tk, valid_T, scale_T, group, num_experts)
-    routes = _sorted_routes(indices_Tk, valid_T, num_experts)
-    order_S, counts_E = routes
+    order_S, sent_E, counts = _sorted_routes(indices_Tk, valid_T, num_experts)
     needs_gradient = torch.is_grad_enabled() and (x_TD.requires_grad or weights_Tk.requires_grad)
-    recv_SE, most_rows = _announce(counts_E, order_S.shape[0], needs_gradient, group, stage)
+    recv, most_rows = _announce(sent_E, counts, needs_gradient, group, stage)
     local = num_experts // group.size
-    expert_R = torch.arange(local, device=x_TD.device).repeat(group.size).repeat_interleave(recv_SE.flatten())
     handle = DispatchHandle(
         group,
         num_experts,
         indices_Tk.shape[0],
         indices_Tk.shape[1],
         order_S,
-        expert_R.argsort(stable=True),
-        tuple(counts_E.view(group.size, local).sum(1).tolist()),
-        tuple(recv_SE.sum(1).tolist()),
-        tuple(recv_SE.sum(0).tolist()),
+        sent_E,
+        _regroup(recv, x_TD.device),
+        tuple(sum(counts[first : first + local]) for first in range(0, num_experts, local)),
+        tuple(map(sum, recv)),
+        tuple(map(sum, zip(*recv, strict=True))),
     )
     return _move(x_TD, weights_Tk, scale_T, handle, needs_gradient, most_rows, stage)
 
@@ -124,22 +126,41 @@ def combine(y_RD: torch.Tensor, handle: DispatchHandle, group: Group | None = No
 
 def _sorted_routes(
     indices_Tk: torch.Tensor, valid_T: torch.Tensor | None, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Routes that are sent, sorted by expert and then by route, and their number by expert."""
-    experts = indices_Tk if valid_T is None else torch.where(valid_T.unsqueeze(1), indices_Tk, -1)
-    flat = experts.reshape(-1)
-    sent = (flat >= 0).nonzero().squeeze(1)
-    order_S = sent[flat[sent].argsort(stable=True)]
-    return order_S, torch.bincount(flat[sent], minlength=num_experts)
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Routes that are sent, sorted by expert and then by route, and their number by expert, as tensor and list.
+
+    On the host: the counts are needed there, and a few routes are sorted faster than a device is asked.
+    """
+    experts = indices_Tk.cpu().numpy()
+    if valid_T is not None:
+        experts = np.where(valid_T.cpu().numpy()[:, None], experts, -1)
+    experts = experts.ravel()
+    sent = (experts >= 0).nonzero()[0]
+    chosen = experts[sent]
+    counts = np.bincount(chosen, minlength=num_experts)
+    if len(counts) > num_experts:
+        raise ValueError(f"indices reach {len(counts) - 1}, allowed: below the {num_experts} experts")
+    order_S, sent_E = (torch.from_numpy(part) for part in (sent[chosen.argsort(kind="stable")], counts))
+    return order_S.to(indices_Tk.device), sent_E.to(indices_Tk.device), counts.tolist()
+
+
+def _regroup(recv: list[list[int]], device: torch.device) -> torch.Tensor:
+    """For each row in expert order its place in arrival order; recv [size][E] rows by rank and local expert."""
+    if len(recv) == 1:
+        return torch.arange(sum(recv[0]), device=device)
+    recv_SE = torch.tensor(recv, device=device)
+    expert_R = torch.arange(recv_SE.shape[1], device=device).repeat(len(recv)).repeat_interleave(recv_SE.flatten())
+    return expert_R.argsort(stable=True)
 
 
 def _announce(
-    counts_E: torch.Tensor, rows: int, needs_gradient: bool, group: Group, stage: str
-) -> tuple[torch.Tensor, int]:
-    """Rows that come from each rank for each local expert [size, E], and the rows of the busiest sender."""
-    by_owner = counts_E.view(group.size, -1)
+    sent_E: torch.Tensor, counts: list[int], needs_gradient: bool, group: Group, stage: str
+) -> tuple[list[list[int]], int]:
+    """Rows that come from each rank for each local expert [size][E], and the rows of the busiest sender."""
+    rows = sum(counts)
     if group.size == 1:
-        return by_owner, rows
+        return [counts], rows
+    by_owner = sent_E.view(group.size, -1)
     extra = by_owner.new_tensor([rows, int(needs_gradient)]).expand(group.size, 2)
     received = exchange_counts(torch.cat([by_owner, extra], dim=1), group, stage=f"{stage}.counts").cpu()
     flags = received[:, -1].tolist()
@@ -147,7 +168,8 @@ def _announce(
         raise group.error(
             CollectiveMismatch, f"ranks differ in whether a gradient is needed: {flags} by rank", "dispatch", stage
         )
-    return received[:, :-2].to(counts_E.device), int(received[:, -2].max())
+    table: list[list[int]] = received.tolist()
+    return [row[:-2] for row in table], max(row[-2] for row in table)
 
 
 def _move(
@@ -230,5 +252,3 @@ def _check(
         raise ValueError(f"scale is {scale_T.dtype} {list(scale_T.shape)}, allowed: float32 [{T}]")
     if num_experts % group.size:
         raise ValueError(f"{num_experts} experts cannot be split equally over {group.size} ranks of {group.name}")
-    if indices_Tk.numel() and int(indices_Tk.max()) >= num_experts:
-        raise ValueError(f"indices reach {int(indices_Tk.max())}, allowed: below the {num_experts} experts")

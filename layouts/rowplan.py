@@ -110,7 +110,8 @@ def plan_rows(
     if tables is not None and len(set(slots)) < len(slots):
         raise ValueError(f"request slots are {slots}, allowed: each slot once in a step")
     rows = place_rows(requests, tp)
-    boundaries = {ratio: _boundaries(requests, rows, ratio, tables) for ratio in geometry.ratios if ratio}
+    completed = {ratio: _completed(requests, ratio) for ratio in geometry.ratios if ratio}
+    boundaries = {ratio: _boundaries(requests, rows, ratio, done, tables) for ratio, done in completed.items()}
     return RowPlan(
         geometry=geometry,
         tp_rank=tp_rank,
@@ -122,12 +123,18 @@ def plan_rows(
         },
         boundaries=boundaries,
         asked=_asked(requests, rows, tp_rank),
-        writes={} if tables is None else _writes(requests, rows, boundaries, tables, families),
+        writes={} if tables is None else _writes(requests, rows, completed, tables, families),
     )
 
 
-def _boundaries(requests: tuple[RequestRows, ...], rows: GroupRows, ratio: int, tables: Tables | None) -> Boundaries:
-    request_E, entry_E = _completed(requests, ratio)
+Completed = tuple[torch.Tensor, torch.Tensor]
+"""Request and number of each entry whose last position is in the step, by request, then by entry."""
+
+
+def _boundaries(
+    requests: tuple[RequestRows, ...], rows: GroupRows, ratio: int, completed: Completed, tables: Tables | None
+) -> Boundaries:
+    request_E, entry_E = completed
     pooled = 2 * ratio if ratio == 4 else ratio
     position_EP = (entry_E[:, None] + 1) * ratio - pooled + torch.arange(pooled)
     start_R = torch.tensor([request.start for request in requests], dtype=torch.int64)
@@ -138,8 +145,7 @@ def _boundaries(requests: tuple[RequestRows, ...], rows: GroupRows, ratio: int, 
     return Boundaries(lanes, present_EP, entry_E * ratio)
 
 
-def _completed(requests: tuple[RequestRows, ...], ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Request and number of each entry whose last position is in the step, by request, then by entry."""
+def _completed(requests: tuple[RequestRows, ...], ratio: int) -> Completed:
     start_R = torch.tensor([request.start for request in requests], dtype=torch.int64)
     length_R = torch.tensor([len(request.tokens) for request in requests], dtype=torch.int64)
     first_R = start_R // ratio
@@ -169,7 +175,7 @@ def _asked(requests: tuple[RequestRows, ...], rows: GroupRows, tp_rank: int) -> 
 def _writes(
     requests: tuple[RequestRows, ...],
     rows: GroupRows,
-    boundaries: Mapping[int, Boundaries],
+    completed: Mapping[int, Completed],
     tables: Tables,
     families: Sequence[PageFamily],
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -180,7 +186,7 @@ def _writes(
     for family in families:
         if family.per_entry:
             assert family.ratio is not None
-            request_E, entry_E = _completed(requests, family.ratio)
+            request_E, entry_E = completed[family.ratio]
             source = torch.arange(len(entry_E))
             target = tables[family.name].slots(slot_R[request_E], entry_E)
         else:

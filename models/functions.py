@@ -11,23 +11,26 @@ import torch.nn.functional as F
 ROW_MULTIPLE = 4
 """Row counts at which an FP32 product on a CPU treats every row alike are the multiples of this."""
 
+SMALL_PRODUCT = 400
+"""Matrices of fewer numbers take another way through a batched product than through one of their own."""
+
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return 1 / (1 + torch.exp(-x))
+    return (torch.exp(-x) + 1).reciprocal_()
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    return x / (1 + torch.exp(-x))
+    return x / (torch.exp(-x) + 1)
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:
-    return torch.clamp(x, min=0) + torch.log1p(torch.exp(-x.abs()))
+    return torch.log1p(x.abs().neg_().exp_()).add_(torch.clamp(x, min=0))
 
 
 def missing_rows(num_rows: int, x: torch.Tensor) -> int:
     """Rows to add to num_rows before a product of x's dtype and device treats each row alike."""
-    exact = x.dtype != torch.float32 or x.device.type != "cpu"
-    return 0 if exact else -num_rows % ROW_MULTIPLE
+    extra = -num_rows % ROW_MULTIPLE
+    return extra if extra and x.dtype == torch.float32 and x.device.type == "cpu" else 0
 
 
 def row_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -49,7 +52,7 @@ def tile_product(a_NMK: torch.Tensor, b_NKL: torch.Tensor) -> torch.Tensor:
 
 def mean_square_rsqrt(x: torch.Tensor, eps: float) -> torch.Tensor:
     """rsqrt(mean of squares over the last dim + eps), that dim kept with size 1; x is in a wide dtype."""
-    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
 def rms_norm(x: torch.Tensor, gain: torch.Tensor | None, eps: float, out: torch.dtype) -> torch.Tensor:
@@ -59,4 +62,4 @@ def rms_norm(x: torch.Tensor, gain: torch.Tensor | None, eps: float, out: torch.
     """
     wide = x if gain is None else x.to(gain.dtype)
     normed = wide * mean_square_rsqrt(wide, eps)
-    return (normed if gain is None else normed * gain).to(out)
+    return (normed if gain is None else normed.mul_(gain)).to(out)

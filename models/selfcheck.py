@@ -10,19 +10,22 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..comm.agreement import agree
 from ..layouts.bits import same_bits
 from ..layouts.tiles import TILE
 from ..parallel.groups import Groups
-from .functions import row_linear, tile_product
+from .functions import ROW_MULTIPLE, SMALL_PRODUCT, row_linear, tile_product
 from .numerics import BFLOAT16, FLOAT32, Numerics
 from .v4.config import V4Config, tiny
 from .v4.hyper import sinkhorn
+from .v4.moe import batched_linear
 
 LARGE_ROWS = 96
 ROW_COUNTS = (1, 3, 4, 7, 8, 12, 64)
 OFFSETS = (0, 5, 32)
+EXPERT_BATCHES = (1, 3)
 MOST_OUTPUTS = 4096
 """Wider products are tried at this many outputs: how rows are treated depends on the inputs' width."""
 
@@ -76,11 +79,13 @@ def _products(config: V4Config, modes: tuple[Numerics, ...]) -> Iterator[tuple[s
             name = f"linear {dtype} {inputs} -> {outputs}"
             yield name, (partial(_linear, weight), noise(LARGE_ROWS, inputs, dtype=dtype))
         yield from _group_products(config, mode, noise)
+        yield from _expert_products(config, mode, noise)
     yield from _attention_products(config, noise)
     h = config.hc_mult
     yield "sinkhorn", (lambda x: sinkhorn(x, config.hc_sinkhorn_iters, config.hc_eps), noise(LARGE_ROWS, h, h))
     streams = noise(LARGE_ROWS, h, h + config.hidden_size)
-    yield "stream mixing", (lambda x: torch.bmm(x[:, :, :h].transpose(1, 2), x[:, :, h:]), streams)
+    yield "stream mixing", (lambda x: torch.baddbmm(2 * x[:, :, h:], x[:, :, :h].mT, x[:, :, h:]), streams)
+    yield "stream collapse", (lambda x: torch.bmm(x[:, :1, :h], x[:, :, h:]), streams)
     pooled = noise(LARGE_ROWS, 128, config.head_dim)
     yield "pooling", (lambda x: (torch.softmax(x, dim=1) * x).sum(1), pooled)
 
@@ -126,6 +131,30 @@ def _group_products(
         # One group alone, as a rank that owns a single group runs it.
         x_GRI = x_RGI.transpose(0, 1)
         yield f"{name}, groups apart", (partial(_groups_apart, x_GRI, whole), torch.arange(G))
+
+
+def _expert_products(
+    config: V4Config, mode: Numerics, noise: Callable[..., torch.Tensor]
+) -> Iterator[tuple[str, Product]]:
+    """Segments of one expert in a batch of experts, against the same rows in a product of their own."""
+    H, width = config.hidden_size, config.moe_intermediate_size
+    for inputs, outputs in ((H, width), (width, H)):
+        if inputs * outputs < SMALL_PRODUCT:
+            continue
+        outputs = min(outputs, MOST_OUTPUTS)
+        for experts in EXPERT_BATCHES:
+            weights = noise(experts, outputs, inputs, dtype=mode.activation)
+            name = f"expert product {mode.activation} {inputs} -> {outputs}, batch of {experts}"
+            yield name, (partial(_batched, weights), noise(LARGE_ROWS, inputs, dtype=mode.activation))
+
+
+def _batched(weights_XOI: torch.Tensor, x_RI: torch.Tensor) -> torch.Tensor:
+    """All rows through the last expert: a few in a batch whose other experts have rows too, many on their own."""
+    if len(x_RI) == LARGE_ROWS:
+        return row_linear(x_RI, weights_XOI[-1])
+    padded_PI = F.pad(x_RI, (0, 0, 0, -len(x_RI) % ROW_MULTIPLE))
+    others = [padded_PI * (2 + e) for e in range(len(weights_XOI) - 1)]
+    return batched_linear(torch.stack([*others, padded_PI]), weights_XOI)[-1, : len(x_RI)]
 
 
 def _linear(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from .indexer import IndexerWeights, index_queries
 from .moe import MoELayer
 from .projections import ProjectionWeights, Rotation, key_value, project_output, queries, query_latent
 from .rope import rotate
+from .weight_prefetch import WeightPrefetch
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class StepContext:
     position_G: torch.Tensor
     clock: StageClock
     gather_weights: bool
+    prefetch: WeightPrefetch | None = None
 
     def pool(self, family: str, place: int) -> torch.Tensor | None:
         return None if self.caches is None else self.caches.pool(family, place)
@@ -81,12 +83,15 @@ class AttentionLayer:
                 keys = KeySource("csa_index", written["csa_index"], step.pool("csa_index", self.place))
                 index = IndexInputs(q_TID, head_TI, keys, config.index_topk)
         with step.clock("attend"):
-            window = KeySource("window", written["window"], step.pool("window", self.layer))
+            window = KeySource("window_kv", written["window_kv"], step.pool("window_kv", self.layer))
             o_TAD = attend(q_TAD, window, entries, index, self.sink, step.plan.tiles[self.ratio], step.tables)
-            o_TAD = rotate(o_TAD, *(r[:, None] for r in rotation), inverse=True)
+            o_TAD = rotate(o_TAD, *(r.unsqueeze(1) for r in rotation), inverse=True)
         self._write(written, step)
         with step.clock("publish"):
-            return project_output(o_TAD, self.projections, config, step.groups.tp, gather_weights=step.gather_weights)
+            shards = None if step.prefetch is None else step.prefetch.take(self.layer)
+            return project_output(
+                o_TAD, self.projections, config, step.groups.tp, gather_weights=step.gather_weights, shards=shards
+            )
 
     def _context_rows(self, x_TH: torch.Tensor, step: StepContext, rotation: Rotation) -> dict[str, torch.Tensor]:
         fields = {"kv": key_value(x_TH, self.projections, step.config, rotation, step.numerics.kv)}
@@ -109,7 +114,7 @@ class AttentionLayer:
         self, fields: dict[str, torch.Tensor], step: StepContext
     ) -> tuple[dict[str, torch.Tensor], KeySource | None]:
         """Rows for each cache family this layer has, and the compressed keys."""
-        written = {"window": fields["kv"]}
+        written = {"window_kv": fields["kv"]}
         if self.compressor is None:
             return written, None
         kind = "csa" if self.ratio == 4 else "hca"
@@ -147,7 +152,7 @@ class AttentionLayer:
             return
         with step.clock("write"):
             for family, rows in written.items():
-                place = self.layer if family == "window" else self.place
+                place = self.layer if family == "window_kv" else self.place
                 step.caches.write(family, place, rows, step.plan.writes[family])
 
 

@@ -42,7 +42,7 @@ def state_rows(
     value_GC: torch.Tensor, score_GC: torch.Tensor, position_G: torch.Tensor, weights: CompressorWeights
 ) -> torch.Tensor:
     """What a state pool stores of each row: [value | score + ape of its position], [G, 2C]."""
-    return torch.cat((value_GC, score_GC + weights.ape[position_G % weights.ratio]), dim=1)
+    return torch.cat((value_GC, score_GC + weights.ape.index_select(0, position_G % weights.ratio)), dim=1)
 
 
 def pool_entries(
@@ -61,6 +61,8 @@ def pool_entries(
     the columns and the four own ones their second half. Then norm, then rotary at the entry's first own position.
     model.md 4.3.
     """
+    if not boundaries.lanes.num_tiles:
+        return state_GC.new_empty(0, weights.entry_dim, dtype=out)
     lanes_EPC = boundaries.lanes.fill(state_GC, state_pool, family)
     value_EPC, score_EPC = lanes_EPC.chunk(2, dim=2)
     if weights.ratio == 4:

@@ -1,13 +1,16 @@
 """Manifold-constrained hyper-connections: streams -> one row, one row -> streams, and the head's collapse.
 
 Legend: T rows, h streams, H hidden, M = (2 + h) * h mixing logits. All in the accumulation dtype. model.md 2.2-2.4.
+Small steps are bound by the number of calls here, so what can be one call over all M logits is.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 
-from ..functions import mean_square_rsqrt, row_linear, sigmoid
+from ..functions import mean_square_rsqrt, missing_rows, row_linear, sigmoid
 from .config import V4Config
 
 
@@ -26,19 +29,43 @@ def _mixing(streams_ThH: torch.Tensor, weights: HyperWeights, config: V4Config) 
 
 
 def _collapse(pre_Th: torch.Tensor, streams_ThH: torch.Tensor, out: torch.dtype) -> torch.Tensor:
-    return torch.bmm(pre_Th[:, None], streams_ThH.to(pre_Th.dtype)).squeeze(1).to(out)
+    return torch.bmm(pre_Th.unsqueeze(1), streams_ThH.to(pre_Th.dtype)).squeeze(1).to(out)
 
 
 def sinkhorn(logits_Thh: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Near doubly stochastic mixing matrices [T, h, h]: softmax over the last axis, then columns and rows in
     turn, ending on columns."""
-    # Rows last: every step then runs over long contiguous vectors instead of h x h crumbs.
-    mix_hhT = torch.softmax(logits_Thh, dim=-1).permute(1, 2, 0).contiguous() + eps
-    mix_hhT = mix_hhT / (mix_hhT.sum(0, keepdim=True) + eps)
+    num_rows, h, _ = logits_Thh.shape
+    mix_TM = torch.softmax(logits_Thh, dim=-1).view(num_rows, h * h) + eps
+    # A last column of ones carries eps. A product with ones and zeros then puts a line's sum, eps included, under
+    # each of its members, and 1 under the ones: two calls a turn.
+    mix_TN = F.pad(mix_TM, (0, 1, 0, missing_rows(num_rows, mix_TM)), value=1.0)
+    rows_NN, columns_NN = _line_sums(h, eps, mix_TN.dtype, mix_TN.device)
+    mix_TN = mix_TN.div_(torch.mm(mix_TN, columns_NN))
     for _ in range(iterations - 1):
-        mix_hhT = mix_hhT / (mix_hhT.sum(1, keepdim=True) + eps)
-        mix_hhT = mix_hhT / (mix_hhT.sum(0, keepdim=True) + eps)
-    return mix_hhT.permute(2, 0, 1).contiguous()
+        mix_TN = mix_TN.div_(torch.mm(mix_TN, rows_NN))
+        mix_TN = mix_TN.div_(torch.mm(mix_TN, columns_NN))
+    return mix_TN[:num_rows].narrow(1, 0, h * h).view(num_rows, h, h)
+
+
+@lru_cache
+@torch.inference_mode(False)
+def _line_sums(h: int, eps: float, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Two matrices [h*h + 1, h*h + 1]: a flat h x h matrix and a 1 -> sums of its rows, or columns, + eps, and 1."""
+    unit, ones = torch.eye(h, dtype=dtype), torch.ones(h, h, dtype=dtype)
+    lines = []
+    for sums in (torch.kron(unit, ones), torch.kron(ones, unit)):
+        whole = F.pad(sums, (0, 1, 0, 1))
+        whole[-1, :-1], whole[-1, -1] = eps, 1
+        lines.append(whole.to(device))
+    return tuple(lines)
+
+
+@lru_cache
+@torch.inference_mode(False)
+def _parts(h: int, device: torch.device) -> torch.Tensor:
+    """Which scale each of the M logits has: pre, post, mixing."""
+    return torch.arange(3).repeat_interleave(torch.tensor([h, h, h * h])).to(device)
 
 
 def hc_pre(
@@ -47,12 +74,11 @@ def hc_pre(
     """Collapse the streams for a sub-layer -> (x [T, H] in `out`, post [T, h], mix [T, h, h])."""
     h = config.hc_mult
     mixing_TM = _mixing(streams_ThH, weights, config)
-    scale, base = weights.scale, weights.base
-    pre_Th = sigmoid(mixing_TM[:, :h] * scale[0] + base[:h]) + config.hc_eps
-    post_Th = 2 * sigmoid(mixing_TM[:, h : 2 * h] * scale[1] + base[h : 2 * h])
-    logits_Thh = (mixing_TM[:, 2 * h :] * scale[2] + base[2 * h :]).unflatten(1, (h, h))
-    mix_Thh = sinkhorn(logits_Thh, config.hc_sinkhorn_iters, config.hc_eps)
-    return _collapse(pre_Th, streams_ThH, out), post_Th, mix_Thh
+    scale_M = weights.scale.index_select(0, _parts(h, mixing_TM.device))
+    gates_TM, logits_TM = (mixing_TM * scale_M).add_(weights.base).split((2 * h, h * h), dim=1)
+    pre_Th, post_Th = sigmoid(gates_TM).chunk(2, dim=1)
+    mix_Thh = sinkhorn(logits_TM.unflatten(1, (h, h)), config.hc_sinkhorn_iters, config.hc_eps)
+    return _collapse(pre_Th + config.hc_eps, streams_ThH, out), 2 * post_Th, mix_Thh
 
 
 def hc_post(
@@ -60,8 +86,8 @@ def hc_post(
 ) -> torch.Tensor:
     """Streams after a sub-layer: new[k] = post[k] * y + sum over j of mix[j, k] * old[j]; dtype of the streams."""
     wide = mix_Thh.dtype
-    mixed_ThH = torch.bmm(mix_Thh.transpose(1, 2), streams_ThH.to(wide))
-    return (mixed_ThH + post_Th[:, :, None] * y_TH.to(wide)[:, None]).to(streams_ThH.dtype)
+    added_ThH = post_Th.unsqueeze(2) * y_TH.to(wide).unsqueeze(1)
+    return torch.baddbmm(added_ThH, mix_Thh.mT, streams_ThH.to(wide)).to(streams_ThH.dtype)
 
 
 def hc_head(streams_ThH: torch.Tensor, weights: HyperWeights, config: V4Config, out: torch.dtype) -> torch.Tensor:

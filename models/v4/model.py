@@ -21,14 +21,17 @@ from ..functions import rms_norm, row_linear
 from ..numerics import Numerics
 from ..stages import StageClock
 from .block import AttentionLayer, Block, StepContext
-from .caches import Caches, CacheShape
+from .caches import Caches
 from .compressor import CompressorWeights
 from .config import V4Config
 from .hyper import HyperWeights, hc_head
 from .indexer import IndexerWeights
+from .integrity import check_unique
 from .moe import make_moe
+from .pools import CacheShape
 from .projections import ProjectionWeights
-from .rope import angles, frequencies
+from .rope import angles, frequencies, spread
+from .weight_prefetch import WeightPrefetch
 
 TAP_POINTS = ("mean_out", "mean_in", "streams")
 
@@ -97,19 +100,27 @@ class Model:
             for kind in PAYLOAD_KINDS
         }
         device = self.embed.device
-        self._frequencies = {kind: frequencies(config, kind, device) for kind in (0, 4)}
+        width = max(config.head_dim, config.index_head_dim)
+        self._frequencies = {kind: spread(frequencies(config, kind, device), width) for kind in (0, 4)}
         shard = vocab_slice(groups.tp.rank, groups.topology.tp, config.vocab_size)
         expected = (shard.stop - shard.start, config.hidden_size)
         if tuple(self.head.shape) != expected:
             raise ValueError(f"head.weight is {tuple(self.head.shape)}, allowed: {expected} at {groups.topology}")
         self._vocab_offset = shard.start
+        self._prefetch: WeightPrefetch | None = None
 
     def make_caches(self, shape: CacheShape) -> Caches:
         return Caches(self.config, shape, self.numerics, self.groups.topology, self.embed.device)
 
     def plan(self, requests: Sequence[RequestRows], caches: Caches | None = None) -> RowPlan:
-        """The plan of a step for this rank; all ranks of its TP group pass the same requests."""
-        return plan_rows(
+        """The plan of a step for this rank; all ranks of its TP group pass the same requests.
+
+        Maps the pages that the rows are written to. RuntimeError where two rows would go to one place.
+        """
+        if caches is not None:
+            for request in requests:
+                caches.extend(request.slot, request.start, len(request.tokens))
+        plan = plan_rows(
             requests,
             self.geometry,
             tp=self.groups.topology.tp,
@@ -117,6 +128,8 @@ class Model:
             tables=None if caches is None else caches.tables,
             families=() if caches is None else caches.families,
         )
+        check_unique(plan.writes)
+        return plan
 
     def plan_sequences(self, sequences: Sequence[Sequence[int]], asked: str = "all") -> RowPlan:
         """A plan of whole sequences without caches; asked 'all' or 'last' rows of each, owned by tp_rank 0."""
@@ -141,7 +154,8 @@ class Model:
         """Run one step. Mutates the caches; differentiable where there are none.
 
         want 'ids' asks for the highest logit's id only (ties to the lowest id). gather_weights picks the second
-        form of the output projection; same bits.
+        form of the output projection; same bits; all ranks of a TP group pick alike (`ProjectionCosts.choose`).
+        The next layer's weights are on their way while a layer computes, unless gradients are recorded.
         """
         if caches is not None and caches.topology != self.groups.topology:
             caches.topology.require_same(self.groups.topology, "caches")
@@ -149,7 +163,8 @@ class Model:
             if not 0 <= tap.layer < len(self.blocks):
                 raise ValueError(f"tap layer is {tap.layer}, allowed: 0 to {len(self.blocks) - 1}")
         plan = plan.to(self.embed.device)
-        step = self.step_context(plan, caches, gather_weights)
+        prefetch = self._weights_ahead(gather_weights)
+        step = self.step_context(plan, caches, gather_weights, prefetch)
         with self.clock("embed"):
             x_TH = self.embed[step.token_T].to(self.numerics.stream)
             streams_ThH = x_TH[:, None].expand(-1, self.config.hc_mult, -1)
@@ -157,7 +172,12 @@ class Model:
         counts: dict[int, torch.Tensor] = {}
         for layer, block in enumerate(self.blocks):
             before_ThH = streams_ThH
-            streams_ThH, counts[layer] = block.forward(streams_ThH, step)
+            try:
+                streams_ThH, counts[layer] = block.forward(streams_ThH, step)
+            except BaseException:
+                if prefetch is not None:
+                    prefetch.drop()
+                raise
             for tap in taps:
                 if tap.layer == layer:
                     tapped[tap] = self._tap(tap, before_ThH, streams_ThH)
@@ -171,7 +191,20 @@ class Model:
         streams = before_ThH if tap.point == "mean_in" else after_ThH
         return streams.to(self.numerics.accumulation).mean(1).to(self.numerics.activation)
 
-    def step_context(self, plan: RowPlan, caches: Caches | None, gather_weights: bool) -> StepContext:
+    def _weights_ahead(self, gather_weights: bool) -> WeightPrefetch | None:
+        """The first layer's weights are on their way; buffers are made once, when weights first travel."""
+        if not gather_weights or self.groups.tp.size == 1 or torch.is_grad_enabled():
+            # What autograd keeps must not be overwritten by the layer after the next one.
+            return None
+        if self._prefetch is None:
+            owned = [(block.attention.projections.wo_a, block.attention.projections.wo_b) for block in self.blocks]
+            self._prefetch = WeightPrefetch(owned, self.groups.tp)
+        self._prefetch.begin()
+        return self._prefetch
+
+    def step_context(
+        self, plan: RowPlan, caches: Caches | None, gather_weights: bool, prefetch: WeightPrefetch | None = None
+    ) -> StepContext:
         """What all layers of a step share; `plan` is on the model's device."""
         position_T, wide = plan.local(plan.rows.position_G), self.numerics.accumulation
         return StepContext(
@@ -192,6 +225,7 @@ class Model:
             position_G=plan.rows.position_G,
             clock=self.clock,
             gather_weights=gather_weights,
+            prefetch=prefetch,
         )
 
     def read_out(

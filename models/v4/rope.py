@@ -1,11 +1,13 @@
 """Partial interleaved rotary embedding, its inverse, and the two frequency sets of the model.
 
-Legend: T rows, F rotated pairs (qk_rope_head_dim / 2).
+Legend: T rows, F rotated pairs (qk_rope_head_dim / 2), W columns of the widest rows that are turned.
 """
 
 import math
+from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 
 from .config import V4Config
 
@@ -40,6 +42,15 @@ def _correction_range(config: V4Config, dim: int) -> tuple[float, float]:
     return low, high + NTK_MIN_SPAN if low == high else high
 
 
+def spread(frequencies_F: torch.Tensor, width: int) -> torch.Tensor:
+    """Frequencies of each of `width` columns, FP64 [W]: zeros, then (-f, f) of each rotated pair.
+
+    Angles of these are what `rotate` multiplies with whole rows: cos is even, and sin takes the sign of the pair.
+    """
+    signed = torch.stack((-frequencies_F, frequencies_F), dim=1).flatten()
+    return torch.cat((signed.new_zeros(width - len(signed)), signed))
+
+
 def angles(positions_T: torch.Tensor, frequencies_F: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """(cos, sin), each [T, F] in dtype; the angle itself is FP64, exact enough for a million positions."""
     angle_TF = positions_T.to(torch.float64)[:, None] * frequencies_F
@@ -47,14 +58,32 @@ def angles(positions_T: torch.Tensor, frequencies_F: torch.Tensor, dtype: torch.
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
-    """x with its last 2F channels turned as interleaved pairs; cos and sin broadcast over [..., F].
+    """x with its last 2F channels turned as interleaved pairs; inverse turns back.
 
-    Computed in cos's dtype; the result has x's dtype. inverse turns back.
+    cos and sin broadcast over [..., F], or over [..., W] with W not below x's width, as angles of `spread`
+    frequencies are: then their last columns are taken. Computed in cos's dtype; the result has x's dtype.
     """
-    width = 2 * cos.shape[-1]
-    nope, pairs = x[..., :-width], x[..., -width:].to(cos.dtype)
-    a, b = pairs[..., 0::2], pairs[..., 1::2]
-    if inverse:
-        sin = -sin
-    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
-    return torch.cat((nope, turned.to(x.dtype)), dim=-1)
+    width = x.shape[-1]
+    if cos.shape[-1] < width:
+        cos, sin = _spread_angles(cos, sin, width)
+    elif cos.shape[-1] > width:
+        cos, sin = cos[..., -width:], sin[..., -width:]
+    wide = x.to(cos.dtype)
+    other = wide.reshape(-1, width).index_select(1, _partners(width, x.device)).view(x.shape).mul_(sin)
+    turned = wide * cos
+    return (turned.sub_(other) if inverse else turned.add_(other)).to(x.dtype)
+
+
+def _spread_angles(cos: torch.Tensor, sin: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    missing = (width - 2 * cos.shape[-1], 0)
+    signed = torch.stack((-sin, sin), dim=-1).flatten(-2)
+    return F.pad(cos.repeat_interleave(2, dim=-1), missing, value=1.0), F.pad(signed, missing)
+
+
+@lru_cache
+@torch.inference_mode(False)
+def _partners(width: int, device: torch.device) -> torch.Tensor:
+    """The other column of each column's pair, pairs counted from the end; a first column without one is its own."""
+    odd = width % 2
+    paired = torch.arange(odd, width).view(-1, 2).flip(1).flatten()
+    return torch.cat((torch.arange(odd), paired)).to(device)
