@@ -44,7 +44,7 @@ class Round:
 def engine_ids(model: Model, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
     """Greedy continuations by the engine, all prompts at once."""
     longest = max(len(prompt) for prompt in prompts) + new_tokens
-    engine = Engine(model, slots_per_rank=len(prompts), max_context=longest)
+    engine = Engine(model, requests=len(prompts), max_context=longest)
     numbers = [engine.add_request(prompt, SamplingParams(max_new_tokens=new_tokens)) for prompt in prompts]
     written: dict[int, list[int]] = {number: [] for number in numbers}
     while engine.active:

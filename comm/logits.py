@@ -48,12 +48,16 @@ def return_best(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best token of each row to those that asked, [N, V / size] -> ids int64 [M] and values [M].
 
-    Rows in their order among the N. Equal values go to the lowest id, across shards too; a row with a NaN gets
-    id -1. Column j of this rank is token vocab_offset + j. A few bytes a row travel.
+    Rows in their order among the N. Equal values go to the lowest id, across shards too; a row that holds a NaN or an
+    infinity on any rank gets id -1 and value NaN. Column j of this rank is token vocab_offset + j. A few bytes a row
+    travel.
     """
     _check_destination(logits_NV, destination, group)
     values_N, columns_N = logits_NV.max(dim=-1)
-    ids_N = torch.where(values_N.isnan(), -1, columns_N + vocab_offset)
+    # As a NaN a shard's infinity of either sign wins over whatever the other shards have.
+    finite_N = values_N.isfinite() & logits_NV.amin(dim=-1).isfinite()
+    values_N = torch.where(finite_N, values_N, torch.nan)
+    ids_N = torch.where(finite_N, columns_N + vocab_offset, -1)
     if group.size == 1:
         return ids_N, values_N
     value_bytes = as_lanes(values_N.detach().unsqueeze(1), torch.uint8)

@@ -85,14 +85,15 @@ def return_logits(logits: Sequence[torch.Tensor], destination: Sequence[int]) ->
 
 
 def return_best(logits: Sequence[torch.Tensor], destination: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The lowest id among the largest values of the whole row; -1 for a row with a NaN."""
+    """The lowest id among the largest values of the whole row; -1 and NaN for a row that is not finite."""
     results = []
     for rows in return_logits(logits, destination):
         ids, values = [], []
         for row in rows:
-            best = row.max() if row.numel() else row
+            usable = bool(row.isfinite().all())
+            best = row.max() if usable else row.new_tensor(torch.nan)
             values.append(best)
-            ids.append(-1 if row.isnan().any() else int((row == best).nonzero()[0]))
+            ids.append(int((row == best).nonzero()[0]) if usable else -1)
         ids_M = torch.tensor(ids, dtype=torch.int64)
         results.append((ids_M, torch.stack(values) if values else rows.new_empty(0)))
     return results

@@ -5,9 +5,7 @@ holds the same table of requests, kept equal by one agreement per step and the c
 """
 
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,51 +13,79 @@ import torch
 from ..comm.agreement import agree, encode_control, share_control, sleep, wake
 from ..layouts.rows import RequestRows
 from ..models.sampling import sample, uniform
-from ..models.v4.caches import CacheShape
 from ..models.v4.model import Model, StepOutput
+from ..models.v4.pools import engine_shape
+from ..models.v4.projection_choice import WEIGHTS, agree_costs, projection_costs
 from ..parallel.ownership import request_owner
+from .metrics import Metrics
 from .requests import FINISH_REASONS, GOES_ON, NO_TOKEN, Event, Request, SamplingParams
+from .schedule import pick_rows
+from .seats import Seat, Seats
 
-HEADER = ("control_length", "rows", "free_slots")
-"""Leading fields of a rank's agreement record; (token, finish) of each slot that it owns follow."""
+HEADER = ("control_length", "rows", "free_slots", "free_pages", "prefix_hits", "prefix_tokens")
+"""Leading fields of a rank's agreement record; (generation, token, finish) of each slot that it owns follow."""
 
-
-@dataclass
-class Metrics:
-    """Rows and seconds of steps with prefill rows in them, tokens and seconds of those without."""
-
-    prefill_rows: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    steps: int = 0
+NOTHING = (0, NO_TOKEN, GOES_ON)
+"""What a slot without news says: no request has generation 0."""
 
 
 class Engine:
     """Runs requests on a model and its groups; every rank of the world makes one with the same arguments.
 
-    slots_per_rank: requests pinned to one tp_rank at once; max_context: positions of one request;
-    prefill_rows: prompt rows that a group takes into one step.
+    requests: how many a TP group runs at once; max_context: positions of one request; prefill_rows: prompt rows that
+    a group takes into one step; block_size: positions of a page of the window. cache_bytes: what a rank's pools may
+    take, None for every request at full length. prefix_points: prefixes of earlier sequences that are kept for
+    others to start from, by default as many as requests; 0 for none. projection: which form of the output projection
+    steps take, "activations", "weights", or "auto" for the cheaper by the number of rows; world rank 0's counts.
     """
 
     def __init__(
-        self, model: Model, *, slots_per_rank: int = 8, max_context: int = 4096, prefill_rows: int = 512
+        self,
+        model: Model,
+        *,
+        requests: int = 8,
+        max_context: int = 4096,
+        prefill_rows: int = 512,
+        block_size: int = 32,
+        cache_bytes: int | None = None,
+        prefix_points: int | None = None,
+        projection: str = "auto",
     ) -> None:
-        for name, value in (("slots_per_rank", slots_per_rank), ("prefill_rows", prefill_rows)):
+        for name, value in (("requests", requests), ("prefill_rows", prefill_rows)):
             if value < 1:
                 raise ValueError(f"{name} is {value}, allowed: 1 or more")
         self.model, self.groups = model, model.groups
         self.topology = model.groups.topology
         self.place = self.topology.coordinates(self.groups.rank)
-        self.slots_per_rank, self.max_context, self.prefill_rows = slots_per_rank, max_context, prefill_rows
-        self.caches = model.make_caches(CacheShape(self.topology.tp * slots_per_rank, max_context, prefill_rows))
+        self.slots_per_rank, self.max_context, self.prefill_rows = (
+            -(-requests // self.topology.tp),
+            max_context,
+            prefill_rows,
+        )
+        self.caches = model.make_caches(
+            engine_shape(
+                model.config,
+                model.numerics,
+                requests=self.topology.tp * self.slots_per_rank,
+                max_context=max_context,
+                prefill_rows=prefill_rows,
+                block_size=block_size,
+                cache_bytes=cache_bytes,
+                prefix_points=requests if prefix_points is None else prefix_points,
+            )
+        )
+        costs = projection_costs(model.config, model.numerics, self.topology.tp, projection)
+        self.costs = agree_costs(costs, self.groups)
+        pages = {name: pool.count for name, pool in self.caches.pages.items()}
+        self.seats = Seats(self.topology, self.slots_per_rank, requests, pages, self.caches.pages_needed)
         self.requests: dict[int, Request] = {}
         self.counters = Metrics()
         self.closed = False
-        self._seats: dict[tuple[int, int], int] = {}
-        self._news: dict[int, tuple[int, int]] = {}
-        self._waiting: deque[Request] = deque()
+        self._by_seat: dict[Seat, Request] = {}
+        self._news: dict[int, tuple[int, int, int]] = {}
         self._control: dict[str, Any] = {}
+        self._prefix = [0, 0]
+        self._heard: list[list[int]] = []
         self._next_id = 0
         self._idle = True
 
@@ -70,7 +96,7 @@ class Engine:
     @property
     def active(self) -> bool:
         """Whether a step would have anything to do."""
-        return bool(self.requests or self._waiting or self._control)
+        return bool(self.requests or len(self.seats) or self._control)
 
     def add_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Queue a request on world rank 0 and return its number; ValueError names what cannot be run."""
@@ -85,8 +111,10 @@ class Engine:
                 f"prompt of {len(prompt)} and max_new_tokens {params.max_new_tokens} are {request.limit} "
                 f"positions, allowed: max_context {self.max_context}"
             )
+        self.seats.check_fits(request.limit)
         self._next_id += 1
-        self._waiting.append(request)
+        self.seats.queue(request)
+        self.counters.added(request.request_id)
         return request.request_id
 
     def cancel(self, request_id: int, reason: str = "cancelled") -> None:
@@ -115,7 +143,8 @@ class Engine:
         self._idle = not self.requests and not self.closed
         if self.requests:
             self._run(rows)
-            self._count(rows, time.perf_counter() - begin)
+            self.counters.ran(rows, time.perf_counter() - begin)
+        self.counters.told(events)
         return events if self.is_front else []
 
     def serve(self) -> None:
@@ -131,8 +160,23 @@ class Engine:
             self.step()
 
     def metrics(self) -> dict[str, Any]:
-        """Counters since the start, and seconds per stage while the model's clock is enabled."""
-        return {**vars(self.counters), "stages": dict(self.model.clock.seconds)}
+        """Counters since the start; seconds per stage while the model's clock is enabled.
+
+        pools: pages of this rank by family, those in use and the most that ever were. prefix: prompts of all groups
+        that started from a published prefix, and the rows that this saved, as of the last step.
+        """
+        pools = {
+            name: {"pages": pool.count, "used": pool.used, "peak": pool.peak}
+            for name, pool in self.caches.pages.items()
+        }
+        leaders = [self._heard[ranks[0]] for ranks in self.topology.tp_groups()] if self._heard else []
+        hits, tokens = (sum(record[HEADER.index(name)] for record in leaders) for name in HEADER[4:])
+        return {
+            **self.counters.report(),
+            "stages": dict(self.model.clock.seconds),
+            "pools": pools,
+            "prefix": {"hits": hits, "tokens": tokens},
+        }
 
     def _usable(self, what: str) -> None:
         if self.closed:
@@ -149,28 +193,11 @@ class Engine:
         self._idle = False
 
     def _control_message(self) -> bytes | None:
-        while self._waiting:
-            seat = self._free_seat()
-            if seat is None:
-                break
-            request = self._waiting.popleft()
-            request.dp_rank, request.slot = seat
-            self._seats[seat] = request.request_id
-            self._control.setdefault("add", []).append(request.to_message())
+        seated = self.seats.seat()
+        if seated:
+            self._control["add"] = [request.to_message() for request in seated]
         message, self._control = self._control, {}
         return encode_control(message) if message else None
-
-    def _free_seat(self) -> tuple[int, int] | None:
-        """The seat on the least loaded dp group and tp_rank, ties to the lowest."""
-        load_dp = [0] * self.topology.dp
-        load_tp: dict[tuple[int, int], int] = {}
-        for dp_rank, slot in self._seats:
-            load_dp[dp_rank] += 1
-            owner = (dp_rank, self._owner(slot))
-            load_tp[owner] = load_tp.get(owner, 0) + 1
-        slots = range(self.topology.tp * self.slots_per_rank)
-        free = [(dp, slot) for dp in range(self.topology.dp) for slot in slots if (dp, slot) not in self._seats]
-        return min(free, key=lambda s: (load_dp[s[0]], load_tp.get((s[0], self._owner(s[1])), 0), s), default=None)
 
     def _owner(self, slot: int) -> int:
         return request_owner(slot, self.topology.tp, self.slots_per_rank)
@@ -181,24 +208,25 @@ class Engine:
     def _agree(self, control_length: int) -> tuple[int, list[Event]]:
         """Exchange the records and apply everyone's new tokens -> (rank 0's control length, events)."""
         own = range(self.place.tp_rank * self.slots_per_rank, (self.place.tp_rank + 1) * self.slots_per_rank)
-        rows = sum(len(r.tokens) - r.computed for r in self._mine())
-        record = [control_length, rows, self.slots_per_rank - sum(r.slot in own for r in self._mine())]
+        rows = sum(r.waiting for r in self._mine())
+        free_slots = self.slots_per_rank - sum(r.slot in own for r in self._mine())
+        record = [control_length, rows, free_slots, min(self.caches.free_pages().values()), *self._prefix]
         for slot in own:
-            record += self._news.get(slot, (NO_TOKEN, GOES_ON))
+            record += self._news.get(slot, NOTHING)
         self._news = {}
-        records = agree(record, self.groups, stage="agreement")
+        self._heard = agree(record, self.groups, stage="agreement")
         events = []
-        for rank, theirs in enumerate(records):
+        for rank, theirs in enumerate(self._heard):
             place = self.topology.coordinates(rank)
-            pairs = theirs[len(HEADER) :]
+            news = theirs[len(HEADER) :]
             for i in range(self.slots_per_rank):
                 seat = (place.dp_rank, place.tp_rank * self.slots_per_rank + i)
-                events += self._apply(seat, pairs[2 * i], pairs[2 * i + 1])
-        return records[0][0], events
+                events += self._apply(seat, *news[3 * i : 3 * i + 3])
+        return self._heard[0][0], events
 
-    def _apply(self, seat: tuple[int, int], token: int, finish: int) -> list[Event]:
-        request = self.requests.get(self._seats.get(seat, -1))
-        if request is None or (token == NO_TOKEN and finish == GOES_ON):
+    def _apply(self, seat: Seat, generation: int, token: int, finish: int) -> list[Event]:
+        request = self._by_seat.get(seat)
+        if request is None or request.generation != generation:
             return []
         reason = None if finish == GOES_ON else FINISH_REASONS[finish]
         shown = () if reason in ("eos", "error") else (token,)
@@ -209,37 +237,39 @@ class Engine:
 
     def _end(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
-        del self.requests[request.request_id], self._seats[request.dp_rank, request.slot]
+        del self.requests[request.request_id], self._by_seat[request.dp_rank, request.slot]
+        if self.is_front:
+            self.seats.leave(request)
         if request.dp_rank == self.place.dp_rank:
             self.caches.release(request.slot)
 
     def _take(self, message: dict[str, Any]) -> list[Event]:
-        events = []
         for packed in message.get("add", ()):
-            new = Request.from_message(packed)
-            self.requests[new.request_id] = new
-            self._seats[new.dp_rank, new.slot] = new.request_id
-            if new.dp_rank == self.place.dp_rank:
-                self.caches.admit(new.slot, new.limit)
-        for request_id, reason in message.get("cancel", ()):
-            request = self.requests.get(request_id)
-            if request is not None:
-                self._end(request, reason)
-                events.append(Event(request_id, (), reason, self._rank_of(request)))
-            elif self.is_front:
-                events += self._cancel_waiting(request_id, reason)
+            self._admit(Request.from_message(packed))
+        events = [
+            event for request_id, reason in message.get("cancel", ()) for event in self._cancel(request_id, reason)
+        ]
         self.closed = self.closed or bool(message.get("close"))
         if self.closed:
-            self._waiting.clear()
+            self.seats.clear()
             for request in list(self.requests.values()):
                 self._end(request, "cancelled")
         return events
 
-    def _cancel_waiting(self, request_id: int, reason: str) -> list[Event]:
-        kept = [r for r in self._waiting if r.request_id != request_id]
-        found = len(kept) < len(self._waiting)
-        self._waiting = deque(kept)
-        return [Event(request_id, (), reason)] if found else []
+    def _admit(self, new: Request) -> None:
+        self.requests[new.request_id] = new
+        self._by_seat[new.dp_rank, new.slot] = new
+        if new.dp_rank == self.place.dp_rank:
+            new.computed = self.caches.admit(new.slot, new.limit, new.prompt)
+            self._prefix[0] += new.computed > 0
+            self._prefix[1] += new.computed
+
+    def _cancel(self, request_id: int, reason: str) -> list[Event]:
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._end(request, reason)
+            return [Event(request_id, (), reason, self._rank_of(request))]
+        return [Event(request_id, (), reason) for _ in self.seats.drop_waiting([request_id])]
 
     def _mine(self) -> list[Request]:
         """Requests of this rank's TP group, in order of arrival."""
@@ -247,50 +277,49 @@ class Engine:
 
     def _rows(self) -> list[RequestRows]:
         """The group's rows of this step: every decoding request's, then prompts up to the budget."""
-        budget, picked = self.prefill_rows, []
-        for request in self._mine():
-            rows = request.next_rows(budget, self._owner(request.slot))
-            if rows is None:
-                continue
-            if rows.kind == "prefill":
-                budget -= len(rows.tokens)
-            picked.append(rows)
-        return picked
+        return pick_rows(self._mine(), self.prefill_rows, self._owner)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _run(self, rows: list[RequestRows]) -> None:
         """Run the rows and keep what the owned requests' new tokens are. All ranks enter, rows or not."""
         plan = self.model.plan(rows, self.caches)
         by_slot = {r.slot: r for r in self._mine()}
         asked = [by_slot[r.slot] for r in rows if r.asked]
         greedy_only = all(r.params.temperature == 0 for r in asked)
-        output = self.model.forward(plan, self.caches, want="ids" if greedy_only else "logits")
+        output = self.model.forward(
+            plan,
+            self.caches,
+            want="ids" if greedy_only else "logits",
+            gather_weights=self.costs.choose(plan.local_t) == WEIGHTS,
+        )
         for r in rows:
-            by_slot[r.slot].computed += len(r.tokens)
+            request = by_slot[r.slot]
+            request.computed += len(r.tokens)
+            self.caches.commit(r.slot, request.tokens, request.computed)
         owned = [by_slot[rows[index].slot] for index, _ in output.owned]
         for request, token in zip(owned, self._tokens(owned, output), strict=True):
             reason = request.finish_of(token)
-            self._news[request.slot] = (token, GOES_ON if reason is None else FINISH_REASONS.index(reason))
+            finish = GOES_ON if reason is None else FINISH_REASONS.index(reason)
+            self._news[request.slot] = (request.generation, token, finish)
 
     def _tokens(self, owned: list[Request], output: StepOutput) -> list[int]:
         if output.ids is not None:
             return output.ids.tolist()
         assert output.logits is not None
-        temperature = torch.tensor([r.params.temperature for r in owned], dtype=torch.float64)
-        top_p = torch.tensor([r.params.top_p for r in owned], dtype=torch.float64)
-        draws = torch.tensor([uniform(r.params.seed, len(r.tokens)) for r in owned], dtype=torch.float64)
-        device = output.logits.device
-        return sample(output.logits, temperature.to(device), top_p.to(device), draws.to(device)).tolist()
+        device, params = output.logits.device, [request.params for request in owned]
+        draws = [uniform(r.params.seed, len(r.tokens)) for r in owned]
 
-    def _count(self, rows: list[RequestRows], seconds: float) -> None:
-        self.counters.steps += 1
-        prefill = sum(len(r.tokens) for r in rows if r.kind == "prefill")
-        if prefill:
-            self.counters.prefill_rows += prefill
-            self.counters.prefill_seconds += seconds
-        else:
-            self.counters.decode_tokens += len(rows)
-            self.counters.decode_seconds += seconds
+        def on_device(values: list[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float64, device=device)
+
+        return sample(
+            output.logits,
+            on_device([p.temperature for p in params]),
+            on_device([p.top_p for p in params]),
+            on_device(draws),
+            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
+            min_p=on_device([p.min_p for p in params]),
+        ).tolist()
 
 
 __all__ = ["Engine", "Event", "SamplingParams"]

@@ -4,7 +4,7 @@ import argparse
 import hashlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..models.checkpoint.loader import load_on_all_ranks
@@ -15,10 +15,14 @@ from ..models.selfcheck import holds_everywhere
 from ..models.v4.config import V4Config
 from ..models.v4.model import Model
 from ..parallel.groups import Groups
+from ..parallel.topology import Topology
 from .chat import FORMS, Message, encode_chat
+from .deployment import DEPLOYMENTS, Row, parse_with_point, show_point
 from .engine import Engine
+from .engine_flags import EngineFlags, add_engine_flags, engine_flags
 from .exchange import try_exchanges
-from .flags import FlagParser, RunFlags, add_common
+from .flags import FlagParser, RunFlags, add_common, check_range
+from .memory import engine_arguments
 from .output import people, write_json
 from .requests import RequestFailed, SamplingParams
 from .spawn import run_job
@@ -45,19 +49,33 @@ class Task:
     chat: str | None
     stops: tuple[str, ...]
     params: SamplingParams
+    engine: EngineFlags = field(default_factory=EngineFlags)
+    context: int | None = None
+    deployment: str | None = None
+    point: tuple[Row, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest request."""
+        return max(map(len, self.prompt_ids)) + self.params.max_new_tokens
 
     @property
     def max_context(self) -> int:
-        return max(map(len, self.prompt_ids)) + self.params.max_new_tokens
+        return self.longest if self.context is None else self.context
 
-    def slots_per_rank(self, world: int) -> int:
-        """Enough for all prompts over the ranks, if they are few; the others wait."""
-        return min(MAX_SLOTS, -(-len(self.prompts) // world))
+    def requests(self, topology: Topology) -> int:
+        """Requests of a TP group at once: all prompts over the groups, if they are few; the others wait."""
+        return self.engine.batch or min(MAX_SLOTS * topology.tp, -(-len(self.prompts) // topology.dp))
 
     def facts(self) -> dict[str, str | int | float]:
         """What must be equal on all ranks."""
         ids = hashlib.sha256(repr((self.prompt_ids, self.stops)).encode()).hexdigest()[:16]
-        return {**config_facts(self.directory), "prompts": ids, "params": repr(self.params)}
+        return {
+            **config_facts(self.directory),
+            "prompts": ids,
+            "params": repr(self.params),
+            "engine": repr(self.engine),
+        }
 
 
 def parser() -> FlagParser:
@@ -74,7 +92,20 @@ def parser() -> FlagParser:
     flags.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
     flags.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)")
     flags.add_argument("--top-p", type=float, default=1.0, help="share of probability to draw from (default: 1)")
+    flags.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="the K likeliest to draw from, 0: all (default)"
+    )
+    flags.add_argument(
+        "--min-p", type=float, default=0.0, help="leave out what has less than this share of the likeliest (default: 0)"
+    )
     flags.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    flags.add_argument(
+        "--context", type=int, metavar="N", help="positions that one request may hold (default: what the longest needs)"
+    )
+    flags.add_argument(
+        "--deployment", choices=sorted(DEPLOYMENTS), help="all settings of a point at once; a flag beside it wins"
+    )
+    add_engine_flags(flags)
     add_common(flags)
     return flags
 
@@ -86,9 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _act(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = parser().parse_args(arguments)
+    args, point = parse_with_point(parser, arguments)
     flags = resolve_here(args)
-    task = prepare(args, flags)
+    task = replace(prepare(args, flags), deployment=args.deployment, point=point)
     return run_job(MODULE, arguments, flags, lambda groups: generate(groups, task, flags), task.facts())
 
 
@@ -106,15 +137,21 @@ def prepare(args: argparse.Namespace, flags: RunFlags) -> Task:
         raise ValueError("there is no prompt; give --prompt TEXT or --prompt-file FILE")
     if "" in args.stop:
         raise ValueError("--stop is empty, allowed: at least one character")
-    params = SamplingParams(args.max_new_tokens, args.temperature, args.top_p, flags.seed, config.eos_token_id)
+    given = (args.max_new_tokens, args.temperature, args.top_p, flags.seed, config.eos_token_id)
+    params = SamplingParams(*given, top_k=args.top_k, min_p=args.min_p)
     ids = tuple(tuple(encode_prompt(prompt, tokenizer, args.chat)) for prompt in prompts)
-    task = Task(directory, config, tokenizer, prompts, ids, args.chat, tuple(args.stop), params)
+    task = Task(directory, config, tokenizer, prompts, ids, args.chat, tuple(args.stop), params, engine_flags(args))
+    task = replace(task, context=args.context)
     if not all(ids):
         raise ValueError(f"prompt {ids.index(()) + 1} is empty, and {tokenizer.source} has no begin token")
-    if task.max_context > config.max_position_embeddings:
+    most = config.max_position_embeddings
+    if args.context is not None:
+        check_range("--context", args.context, 1, most)
+        most = args.context
+    if task.longest > most:
         raise ValueError(
-            f"the longest prompt of {task.max_context - params.max_new_tokens} ids and --max-new-tokens "
-            f"{params.max_new_tokens} are {task.max_context} positions, allowed: {config.max_position_embeddings}"
+            f"the longest prompt of {task.longest - params.max_new_tokens} ids and --max-new-tokens "
+            f"{params.max_new_tokens} are {task.longest} positions, allowed: {most}"
         )
     return task
 
@@ -144,10 +181,13 @@ def generate(groups: Groups, task: Task, flags: RunFlags) -> None:
         independent = holds_everywhere(groups, model.config, model.numerics)
     model.clock.enabled = True
     with named_stage("step", lambda: model.clock.current):
-        engine = Engine(model, slots_per_rank=task.slots_per_rank(groups.topology.world), max_context=task.max_context)
+        requests = task.requests(groups.topology)
+        engine = Engine(model, requests=requests, max_context=task.max_context, **engine_arguments(task.engine, groups))
         if not engine.is_front:
             engine.serve()
             return
+        if task.deployment is not None:
+            show_point(people(flags.json), task.deployment, task.point)
         writings = write(engine, task, flags)
         engine.close()
     metrics, topology = {**engine.metrics(), "row_independence": independent}, groups.topology
@@ -155,7 +195,7 @@ def generate(groups: Groups, task: Task, flags: RunFlags) -> None:
     result_tables(people(flags.json), writings, topology, metrics)
     failed = [f"prompt {w.number + 1} on rank {w.rank}" for w in writings if w.finish_reason == "error"]
     if failed:
-        raise RequestFailed(f"{', '.join(failed)}: ended as error, for a row of logits holds a NaN")
+        raise RequestFailed(f"{', '.join(failed)}: ended as error, for a row of logits is not finite")
 
 
 def load_model(groups: Groups, directory: Path, flags: RunFlags) -> Model:

@@ -13,13 +13,15 @@ GOES_ON = -1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are chosen and when it ends. eos_id None never ends by token."""
+    """How a request's tokens are chosen and when it ends. eos_id None never ends by token; top_k 0 takes all."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
     eos_id: int | None = None
+    top_k: int = 0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -28,6 +30,10 @@ class SamplingParams:
             raise ValueError(f"temperature is {self.temperature}, allowed: 0 or more, finite")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}, allowed: above 0 to 1")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k is {self.top_k}, allowed: 1 or more, or 0 for all")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}, allowed: 0 to 1")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}, allowed: 0 to 2**63 - 1")
 
@@ -53,7 +59,8 @@ class RequestFailed(ValueError):
 class Request:
     """One request. tokens: prompt and output; computed: positions whose rows have run.
 
-    dp_rank and slot are its seat: the TP group that runs it and its place in that group's page tables.
+    dp_rank and slot are its seat: the TP group that runs it and its place in that group's page tables. generation
+    tells it from those who had the seat before.
     """
 
     request_id: int
@@ -61,6 +68,7 @@ class Request:
     params: SamplingParams
     dp_rank: int
     slot: int
+    generation: int = 0
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     finish_reason: str | None = None
@@ -77,11 +85,21 @@ class Request:
         """Positions that it may come to hold. The last token's own row never runs."""
         return len(self.prompt) + self.params.max_new_tokens
 
+    @property
+    def waiting(self) -> int:
+        """Positions whose rows have still to run."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether rows of the prompt have still to run."""
+        return self.computed < len(self.prompt)
+
     def next_rows(self, budget: int, owner: int) -> RequestRows | None:
         """The rows of its next step: one decode row, or up to `budget` rows of the prompt; None without budget."""
-        waiting = len(self.tokens) - self.computed
-        kind = "prefill" if self.computed < len(self.prompt) else "decode"
-        count = min(waiting, budget) if kind == "prefill" else waiting
+        waiting = self.waiting
+        kind = "prefill" if self.in_prompt else "decode"
+        count = min(waiting, budget)
         if count < 1:
             return None
         tokens = self.tokens[self.computed : self.computed + count]
@@ -103,16 +121,19 @@ class Request:
             self.request_id,
             self.dp_rank,
             self.slot,
+            self.generation,
             self.prompt,
             p.max_new_tokens,
             p.temperature,
             p.top_p,
             p.seed,
             eos,
+            p.top_k,
+            p.min_p,
         ]
 
     @classmethod
     def from_message(cls, message: list[Any]) -> "Request":
-        request_id, dp_rank, slot, prompt, max_new_tokens, temperature, top_p, seed, eos = message
-        params = SamplingParams(max_new_tokens, temperature, top_p, seed, None if eos == NO_TOKEN else eos)
-        return cls(request_id, list(prompt), params, dp_rank, slot)
+        request_id, dp_rank, slot, generation, prompt, max_new_tokens, temperature, top_p, seed, eos, *rest = message
+        params = SamplingParams(max_new_tokens, temperature, top_p, seed, None if eos == NO_TOKEN else eos, *rest)
+        return cls(request_id, list(prompt), params, dp_rank, slot, generation)

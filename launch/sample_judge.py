@@ -71,7 +71,7 @@ def write_continuations(
 ) -> list[tuple[int, ...]]:
     """The ids that the model writes behind each prompt, without the end token; the prompt's number is its seed."""
     longest = max(len(prompt) for prompt in prompts)
-    engine = Engine(model, slots_per_rank=slots, max_context=longest + max_new_tokens)
+    engine = Engine(model, requests=slots, max_context=longest + max_new_tokens)
     eos = model.config.eos_token_id
     written: dict[int, list[int]] = {}
     for seed, prompt in enumerate(prompts):

@@ -10,6 +10,9 @@ from .output import show, two_columns
 from .requests import Event
 from .tokenizer import TextStream, TextTokenizer
 
+SHOWN = ("rows_per_step", "most_rows", "time_to_first_token", "time_between_tokens", "pools", "prefix")
+"""What --json passes on of the engine's metrics as it is."""
+
 
 class Writing:
     """One prompt and what was written for it; text, ids and the reason of its end."""
@@ -90,8 +93,13 @@ def rates(writings: Sequence[Writing], metrics: Mapping[str, Any]) -> dict[str, 
         "decode_seconds": metrics["decode_seconds"],
         "steps": metrics["steps"],
         "row_independence": metrics["row_independence"],
+        **{name: metrics[name] for name in SHOWN},
         "stages": dict(metrics["stages"]),
     }
+
+
+def _waits(times: Mapping[str, float] | None, word: str) -> str:
+    return "none" if times is None else f"{word} {times['p50']:.3f} s (p50), {times['p99']:.3f} s (p99)"
 
 
 def _rate(count: int, seconds: float) -> float:
@@ -118,6 +126,8 @@ def result_tables(stream: TextIO, writings: Sequence[Writing], topology: Topolog
         {
             "prefill": f"{figures['prefill_tokens_per_s']:.1f} tokens/s ({figures['prefill_tokens']} tokens)",
             "decode": f"{figures['decode_tokens_per_s']:.1f} tokens/s ({figures['decode_tokens']} tokens)",
+            "first token": _waits(figures["time_to_first_token"], "after"),
+            "next tokens": _waits(figures["time_between_tokens"], "every"),
             "same bits in any batch and topology": "yes" if figures["row_independence"] else "not promised here",
             "finished": ", ".join(str(w.finish_reason) for w in writings),
         },

@@ -1,6 +1,6 @@
-"""From a row of logits to an id: greedy, or temperature and top-p with a uniform keyed by seed and position.
+"""From a row of logits to an id: greedy, or drawn (temperature, top-k, top-p, min-p) by seed and position.
 
-Legend: A asked rows, V vocabulary.
+Legend: A asked rows, V vocabulary. A row that holds a NaN or an infinity anywhere has no id: -1, never a token.
 """
 
 import numpy as np
@@ -12,31 +12,66 @@ def uniform(seed: int, position: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=[seed & (2**64 - 1), position])).random())
 
 
+def finite_rows(logits_AV: torch.Tensor) -> torch.Tensor:
+    """Which rows hold neither NaN nor infinity, bool [A]."""
+    # The extremes tell it without a mask of the size of the logits: a NaN is both.
+    return logits_AV.amax(1).isfinite() & logits_AV.amin(1).isfinite()
+
+
 def greedy(logits_AV: torch.Tensor) -> torch.Tensor:
-    """Lowest id of the highest logit of each row, int64 [A]; -1 where a row has a NaN."""
-    best_A = logits_AV.amax(1, keepdim=True)
-    ids_A = (logits_AV == best_A).int().argmax(1)
-    return torch.where(best_A.squeeze(1).isnan(), -1, ids_A)
+    """Lowest id of the highest logit of each row, int64 [A]; -1 where a row is not finite."""
+    ids_A = (logits_AV == logits_AV.amax(1, keepdim=True)).int().argmax(1)
+    return torch.where(finite_rows(logits_AV), ids_A, -1)
 
 
 def sample(
-    logits_AV: torch.Tensor, temperature_A: torch.Tensor, top_p_A: torch.Tensor, uniform_A: torch.Tensor
+    logits_AV: torch.Tensor,
+    temperature_A: torch.Tensor,
+    top_p_A: torch.Tensor,
+    uniform_A: torch.Tensor,
+    *,
+    top_k: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Ids [A] by inverse cumulative probability over the tokens from the most probable down (ties: lowest id).
+    """Ids int64 [A] by inverse cumulative probability over the tokens from the most probable down (ties: lowest id).
 
-    The nucleus is the shortest such run whose probability reaches top_p. Rows of temperature 0 are greedy; a row
-    with a NaN gives -1; where +inf is the highest logit, or all are -inf, the lowest such id is certain.
+    temperature, top_p, uniform and min_p are [A] floating, top_k is [A] int64. Probabilities are those at the
+    temperature. Kept of that list are, in this order: the first top_k (0: all); of these, renormalised, the shortest
+    run whose probability reaches top_p; of these, the tokens with at least min_p times the probability of the first.
+    The first always stays. Rows of temperature 0 are greedy whatever else is asked; a row that is not finite gives -1.
     Computed in FP64, row by row independent.
     """
-    safe_A1 = torch.where(temperature_A > 0, temperature_A, 1.0).double()[:, None]
-    probability_AV = torch.softmax(logits_AV.double() / safe_A1, dim=1)
+    # Beside the highest, so that no temperature makes an infinity of it.
+    below_AV = logits_AV.double() - logits_AV.amax(1, keepdim=True).double()
+    hot_A = temperature_A > 0
+    probability_AV = torch.softmax(below_AV / torch.where(hot_A, temperature_A, 1.0).double()[:, None], dim=1)
     sorted_AV, order_AV = torch.sort(probability_AV, dim=1, descending=True, stable=True)
     cumulative_AV = sorted_AV.cumsum(1)
-    inside_AV = (cumulative_AV - sorted_AV) < top_p_A.double()[:, None]
-    mass_A = torch.where(inside_AV, sorted_AV, 0.0).sum(1)
-    place_A = (cumulative_AV <= (uniform_A.double() * mass_A)[:, None]).sum(1)
-    place_A = torch.minimum(place_A, inside_AV.sum(1) - 1).clamp(min=0)
+    kept_A = _kept(sorted_AV, cumulative_AV, top_p_A.double(), top_k, min_p)
+    mass_A = cumulative_AV.gather(1, kept_A[:, None] - 1)
+    place_A = (cumulative_AV <= uniform_A.double()[:, None] * mass_A).sum(1)
+    place_A = torch.minimum(place_A, kept_A - 1)
     drawn_A = order_AV.gather(1, place_A[:, None]).squeeze(1)
-    greedy_A = greedy(logits_AV)
-    spread_A = logits_AV.amax(1).isfinite() & (temperature_A > 0)
-    return torch.where(spread_A, drawn_A, greedy_A)
+    return torch.where(hot_A & finite_rows(logits_AV), drawn_A, greedy(logits_AV))
+
+
+def _kept(
+    sorted_AV: torch.Tensor,
+    cumulative_AV: torch.Tensor,
+    top_p_A: torch.Tensor,
+    top_k_A: torch.Tensor | None,
+    min_p_A: torch.Tensor | None,
+) -> torch.Tensor:
+    """How many of the most probable tokens all filters keep, int64 [A], at least 1: each keeps a beginning."""
+    count = sorted_AV.shape[1]
+    kept_A = torch.full_like(top_p_A, count, dtype=torch.int64)
+    if top_k_A is not None:
+        kept_A = torch.where(top_k_A > 0, top_k_A, count).clamp(max=count)
+    reach_A = top_p_A * cumulative_AV.gather(1, kept_A[:, None] - 1).squeeze(1)
+    # A token is needed if those before it do not reach; with top_p 1 rounding shall not cost the last ones.
+    nucleus_A = 1 + (cumulative_AV[:, :-1] < reach_A[:, None]).sum(1)
+    kept_A = torch.where(top_p_A < 1, torch.minimum(kept_A, nucleus_A), kept_A)
+    if min_p_A is not None:
+        likely_A = (sorted_AV >= min_p_A.double()[:, None] * sorted_AV[:, :1]).sum(1)
+        kept_A = torch.minimum(kept_A, likely_A)
+    return kept_A.clamp(min=1)

@@ -63,7 +63,7 @@ def _write(groups, tokens):
     from meshspark.launch.engine import Engine
     from meshspark.launch.requests import SamplingParams
 
-    engine = Engine(make_model(groups, "tiny", "float32"), slots_per_rank=2, max_context=128)
+    engine = Engine(make_model(groups, "tiny", "float32"), requests=2 * groups.topology.tp, max_context=128)
     ids: dict[int, list[int]] = {}
     if groups.rank == 0:
         ids[engine.add_request([5, 9, 200], SamplingParams(tokens))] = []

@@ -14,9 +14,10 @@ from meshspark.layouts.rows import RequestRows
 from meshspark.models.checkpoint.share import shard_weights
 from meshspark.models.numerics import numerics
 from meshspark.models.sampling import greedy, sample
-from meshspark.models.v4.caches import Caches, CacheShape
+from meshspark.models.v4.caches import Caches
 from meshspark.models.v4.config import PRESETS
 from meshspark.models.v4.model import Model, Tap
+from meshspark.models.v4.pools import CacheShape
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
@@ -48,12 +49,12 @@ def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> lis
 
 def alone(requests: list[tuple[list[int], SamplingParams]]) -> list[list]:
     model = single_model("tiny", MODE)
-    return [run(Engine(model, slots_per_rank=1, max_context=128), [request])[0] for request in requests]
+    return [run(Engine(model, requests=1, max_context=128), [request])[0] for request in requests]
 
 
 def drive(groups: Groups, count: int, gap: bool) -> dict | None:
     """Rank 0 is the front, the others serve; with a gap the ranks go idle and are woken again."""
-    engine = Engine(make_model(groups, "tiny", MODE), slots_per_rank=2, max_context=128, prefill_rows=24)
+    engine = Engine(make_model(groups, "tiny", MODE), requests=2 * groups.topology.tp, max_context=128, prefill_rows=24)
     if groups.rank != 0:
         engine.serve()
         return None
@@ -72,14 +73,14 @@ def test_ids_do_not_depend_on_company_or_topology(ranks: RankPools, sizes: tuple
 
 
 def test_many_requests_share_few_slots() -> None:
-    engine = Engine(single_model("tiny", MODE), slots_per_rank=2, max_context=128, prefill_rows=8)
+    engine = Engine(single_model("tiny", MODE), requests=2, max_context=128, prefill_rows=8)
     assert run(engine, traffic(9)) == alone(traffic(9))
 
 
 def test_greedy_follows_the_highest_logit() -> None:
     model = single_model("tiny", MODE)
     prompt = [5, 9, 200]
-    ids, reason = run(Engine(model, slots_per_rank=1, max_context=64), [(prompt, SamplingParams(6))])[0]
+    ids, reason = run(Engine(model, requests=1, max_context=64), [(prompt, SamplingParams(6))])[0]
     tokens = list(prompt)
     for _ in range(6):
         with torch.no_grad():
@@ -92,18 +93,18 @@ def test_greedy_follows_the_highest_logit() -> None:
 def test_end_token_is_not_given_out() -> None:
     model = single_model("tiny", MODE)
     request = ([5, 9, 200], SamplingParams(6))
-    ids, _ = run(Engine(model, slots_per_rank=1, max_context=64), [request])[0]
+    ids, _ = run(Engine(model, requests=1, max_context=64), [request])[0]
     for place, token in enumerate(ids):
         if token in ids[:place]:
             continue
         params = SamplingParams(6, eos_id=token)
-        got = run(Engine(model, slots_per_rank=1, max_context=64), [(request[0], params)])[0]
+        got = run(Engine(model, requests=1, max_context=64), [(request[0], params)])[0]
         assert got == [ids[:place], "eos"]
 
 
 def test_cancel_frees_the_seat_and_leaves_the_others_alone() -> None:
     requests = traffic(3)
-    engine = Engine(single_model("tiny", MODE), slots_per_rank=2, max_context=128)
+    engine = Engine(single_model("tiny", MODE), requests=2, max_context=128)
     numbers = [engine.add_request(prompt, params) for prompt, params in requests]
     engine.step()
     engine.cancel(numbers[0])
@@ -123,7 +124,7 @@ def test_a_broken_row_ends_its_request_with_an_error_not_with_token_zero() -> No
     model = make_model(Groups.single(), "tiny", MODE)
     model.embed = model.embed.clone()
     model.embed[77] = float("nan")
-    engine = Engine(model, slots_per_rank=2, max_context=64)
+    engine = Engine(model, requests=2, max_context=64)
     good = ([5, 9, 200], SamplingParams(4))
     assert run(engine, [([77], SamplingParams(4)), good]) == [[[], "error"], alone([good])[0]]
 
@@ -137,7 +138,7 @@ def test_a_broken_row_ends_its_request_with_an_error_not_with_token_zero() -> No
     ],
 )
 def test_what_cannot_run_is_refused(prompt: list[int], params: dict, message: str) -> None:
-    engine = Engine(single_model("tiny", MODE), slots_per_rank=1, max_context=64)
+    engine = Engine(single_model("tiny", MODE), requests=1, max_context=64)
     with pytest.raises(ValueError, match=message):
         engine.add_request(prompt, SamplingParams(**params))
 
@@ -163,10 +164,10 @@ def test_sampling_follows_the_distribution() -> None:
     assert set(sample(logits, 0 * ones, ones, draws).tolist()) == {2}
 
 
-def test_greedy_ties_go_to_the_lowest_id_and_nan_to_none() -> None:
+def test_greedy_ties_go_to_the_lowest_id_and_rows_that_are_not_finite_to_none() -> None:
     inf = float("inf")
     rows = torch.tensor([[1.0, 3, 3], [-2.0, -2, -2], [0, float("nan"), 9], [0, inf, inf], [-inf, -inf, 0], [-inf] * 3])
-    want = [1, 0, -1, 1, 2, 0]
+    want = [1, 0, -1, -1, -1, -1]
     assert greedy(rows).tolist() == want
     half = torch.full((6,), 0.5)
     assert sample(rows, half * 0, half, half).tolist() == want
@@ -197,7 +198,7 @@ def test_a_tap_that_does_not_exist_is_refused() -> None:
 
 
 def test_a_closed_engine_is_closed() -> None:
-    engine = Engine(single_model("tiny", MODE), slots_per_rank=1, max_context=64)
+    engine = Engine(single_model("tiny", MODE), requests=1, max_context=64)
     for _ in range(2):
         engine.add_request([5, 6], SamplingParams(4))
     engine.step()
@@ -211,6 +212,6 @@ def test_a_closed_engine_is_closed() -> None:
 
 @pytest.mark.parametrize("prompt", [[1.5], [True], ["5"], [torch.tensor(5)], []])
 def test_ids_are_whole_numbers(prompt: list) -> None:
-    engine = Engine(single_model("tiny", MODE), slots_per_rank=1, max_context=64)
+    engine = Engine(single_model("tiny", MODE), requests=1, max_context=64)
     with pytest.raises(ValueError, match="prompt has"):
         engine.add_request(prompt, SamplingParams(1))

@@ -91,6 +91,51 @@ def test_json_and_the_streamed_text(run):
     assert metrics["prefill_tokens"] == 10 and metrics["decode_tokens"] == 4
     assert metrics["prefill_tokens_per_s"] > 0 and metrics["decode_tokens_per_s"] > 0
     assert metrics["stages"]["moe"] > 0
+    assert metrics["time_to_first_token"]["count"] == 1 and metrics["time_between_tokens"]["count"] == 4
+    assert metrics["most_rows"] == 10 and metrics["rows_per_step"] == 14 / 5
+    assert 0 < metrics["pools"]["window_kv"]["peak"] <= metrics["pools"]["window_kv"]["pages"]
+
+
+def test_engine_flags_change_nothing_that_is_written(run):
+    """Chunks of 3 rows, two seats, one page budget, prefixes on and off: the same ids."""
+    plain, _ = run(*PROMPTS, "--max-new-tokens", "6")
+    flags = ("--prefill-rows", "3", "--batch", "2", "--block-size", "64", "--cache-gib", "0.01", "--prefix-points", "0")
+    other, _ = run(*PROMPTS, "--max-new-tokens", "6", *flags, "--projection", "weights", "--context", "200")
+    assert other["requests"] == plain["requests"]
+    assert other["metrics"]["most_rows"] <= 5 and other["metrics"]["steps"] > plain["metrics"]["steps"]
+
+
+@pytest.mark.parametrize(
+    "flags,said",
+    [
+        (["--batch", "0"], "--batch is 0, allowed: 1 to 65,536"),
+        (["--prefill-rows", "0"], "--prefill-rows is 0"),
+        (["--prefix-points", "-1"], "--prefix-points is -1, allowed: 0"),
+        (["--cache-gib", "nan"], "--cache-gib is nan"),
+        (["--block-size", "48"], "invalid choice: 48"),
+        (["--context", "4"], "allowed: 4"),
+        (["--cache-gib", "0.0001"], "the cache budget is 107,374 bytes, allowed: "),
+        (["--top-k", "-1"], "top_k is -1"),
+        (["--min-p", "1.5"], "min_p is 1.5"),
+    ],
+)
+def test_wrong_engine_flags_are_named(checkpoint, capsys, flags, said):
+    assert generate.main(["--checkpoint", str(checkpoint), "--prompt", "abc", *flags]) != 0
+    assert said in capsys.readouterr().err
+
+
+def test_a_deployment_fills_what_no_flag_says(checkpoint, capsys, tmp_path):
+    target = tmp_path / "out.json"
+    flags = ["--numerics", "float32", "--ep", "1", "--tp", "1", "--context", "64", "--batch", "3"]
+    argv = ["--checkpoint", str(checkpoint), "--prompt", "abc", "--max-new-tokens", "2", "--json", str(target)]
+    assert generate.main([*argv, "--deployment", "flash-dspark-16", *flags]) == 0
+    said = capsys.readouterr().out
+    assert "not there yet: drafting" in said and "w8a8:" not in said
+    shown = {row.split()[1]: row.replace("\u2502", " ").split()[1:] for row in said.splitlines() if "\u2502 --" in row}
+    assert shown["--batch"] == ["64", "3", "3"] and shown["--prefill-rows"] == ["512", "512"]
+    assert shown["--numerics"] == ["w8a8", "float32", "float32"] and "--verify-rows" not in shown
+    assert generate.main([*argv, "--deployment", "flash-dspark-16"]) != 0
+    assert "--numerics is w8a8, which is not implemented yet" in capsys.readouterr().err
 
 
 def test_a_prompt_does_not_depend_on_its_company(run):

@@ -70,7 +70,7 @@ def test_two_tensor_groups(ranks):
 def test_best_of_one_shard_by_hand():
     rows = torch.tensor([[-3.0, -1.0, -1.0], [NAN, 2.0, 1.0], [-torch.inf] * 3])
     ids, _ = lg.return_best(rows, 0, [0, 0, 0], Groups.single().tp, stage="best")
-    assert ids.tolist() == [1, -1, 0]
+    assert ids.tolist() == [1, -1, -1]
 
 
 def test_refusals():
