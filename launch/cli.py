@@ -9,9 +9,10 @@ VERBS = {
     "doctor": ("doctor", "say whether this machine can run the ranks"),
     "checkpoint": ("checkpoint", "inspect a checkpoint, or synthesize a random one"),
     "make-sample": ("make_sample", "train the bundled sample"),
+    "plan": ("plan", "memory, exchanges and step time of a deployment, before any device is there"),
     "fixture": ("fixture", "prove one transport or stage: fixture list, fixture run NAME"),
     "diagnose": ("diagnose", "read from outside where the ranks of a job stand"),
-    "bench": ("bench", "measure: bench collectives, decode, failures, replay, compare"),
+    "bench": ("bench", "measure: bench collectives, context, decode, failures, replay, compare"),
 }
 """Verb -> (module of launch/, what it does)."""
 

@@ -30,7 +30,9 @@ COMMON = sorted(
         "--transport",
     ]
 )
-GENERATE = ["--chat", "--checkpoint", "--max-new-tokens", "--prompt", "--prompt-file", "--stop", "--temperature"]
+GENERATE = ["--chat", "--checkpoint", "--max-new-tokens", "--prompt", "--prompt-file", "--stop"]
+SAMPLING = ["--min-p", "--temperature", "--top-k", "--top-p"]
+ENGINE = ["--batch", "--block-size", "--cache-gib", "--prefill-rows", "--prefix-points", "--projection"]
 
 
 def _flags(parser):
@@ -45,7 +47,7 @@ def _flags(parser):
 
 
 def test_flags_are_frozen():
-    assert _flags(generate.parser()) == sorted([*COMMON, *GENERATE, "--top-p"])
+    assert _flags(generate.parser()) == sorted([*COMMON, *GENERATE, *SAMPLING, *ENGINE, "--context", "--deployment"])
     assert _flags(doctor.parser()) == [f for f in COMMON if f not in ("--control", "--record", "--trace")]
     assert _flags(exchange.parser()) == [flag for flag in COMMON if flag not in ("--json", "--numerics")]
     own = ["--docs", "--log-every", "--minutes", "--output", "--threads", "--work"]
@@ -70,8 +72,17 @@ def test_defaults():
 
 
 def test_verbs_are_frozen():
-    assert list(cli.VERBS) == ["generate", "doctor", "checkpoint", "make-sample", "fixture", "diagnose", "bench"]
-    assert list(bench.BENCHMARKS) == ["collectives", "decode", "failures", "replay", "compare"]
+    assert list(cli.VERBS) == [
+        "generate",
+        "doctor",
+        "checkpoint",
+        "make-sample",
+        "plan",
+        "fixture",
+        "diagnose",
+        "bench",
+    ]
+    assert list(bench.BENCHMARKS) == ["collectives", "context", "decode", "failures", "replay", "compare"]
 
 
 def test_help_imports_no_torch():

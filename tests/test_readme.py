@@ -82,12 +82,12 @@ def _cli_commands() -> list[list[str]]:
 def test_commands_have_their_verbs_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
     from meshspark.launch.cli import main
 
-    verbs = {"generate": 1, "doctor": 1, "checkpoint": 2, "make-sample": 1, "bench": 2, "fixture": 2, "diagnose": 1}
+    verbs = {"checkpoint": 2, "bench": 2, "fixture": 2}
     commands = _cli_commands()
     assert {command[0] for command in commands} >= {"generate", "doctor", "checkpoint"}
     for command in commands:
         with pytest.raises(SystemExit) as end:
-            main([*command[: verbs[command[0]]], "--help"])
+            main([*command[: verbs.get(command[0], 1)], "--help"])
         assert end.value.code in (0, None), command
         help_text = capsys.readouterr().out
         assert [word for word in command if word.startswith("--") and word not in help_text] == [], command

@@ -1,0 +1,129 @@
+"""Deployment points: all settings of one as frozen data, and what becomes of them where a flag stands beside."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TextIO
+
+from rich.table import Table
+from rich.text import Text
+
+from .output import show
+
+Setting = str | int
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One point. batch, prefill_rows and verify_rows are per tensor group, verify_rows of each request: one token and
+    its drafts."""
+
+    name: str
+    preset: str
+    numerics: str
+    ranks: int
+    tp: int
+    ep: int
+    context: int
+    block_size: int
+    batch: int
+    verify_rows: int
+    prefill_rows: int
+    speculative: str
+
+    def settings(self) -> dict[str, Setting]:
+        """Everything but the name, by flag."""
+        return {name: value for name, value in asdict(self).items() if name != "name"}
+
+
+FLASH_DSPARK_16 = Deployment(
+    name="flash-dspark-16",
+    preset="flash-dspark",
+    numerics="w8a8",
+    ranks=16,
+    tp=4,
+    ep=16,
+    context=1 << 20,
+    block_size=32,
+    batch=64,
+    verify_rows=8,
+    prefill_rows=512,
+    speculative="dspark",
+)
+DEPLOYMENTS = {FLASH_DSPARK_16.name: FLASH_DSPARK_16}
+
+MISSING = {
+    ("numerics", "w8a8"): "w8a8: no engine computes in INT8 yet",
+    ("speculative", "dspark"): "drafting: no engine drafts with the checkpoint's stages or verifies their rows yet",
+    ("speculative", "mtp"): "drafting: no engine drafts with the checkpoint's MTP layer or verifies its rows yet",
+}
+"""Settings that can be planned for but not run, and why not."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting: what the point says, what a flag says (None: no such flag), and which of them holds."""
+
+    name: str
+    point: Setting | None
+    flag: Setting | None
+    used: Setting
+
+
+def deployment(name: str) -> Deployment:
+    """The point of this name. ValueError."""
+    if name not in DEPLOYMENTS:
+        raise ValueError(f"--deployment is {name!r}, allowed: {', '.join(DEPLOYMENTS)}")
+    return DEPLOYMENTS[name]
+
+
+def combine(point: Deployment, given: Mapping[str, Setting | None]) -> tuple[Row, ...]:
+    """Every setting of a point beside the flags that were given (None: not given). A flag wins."""
+    rows = []
+    for name, value in point.settings().items():
+        flag = given.get(name)
+        rows.append(Row(name, value, flag, value if flag is None else flag))
+    return tuple(rows)
+
+
+def parse_with_point(
+    make_parser: Callable[[], ArgumentParser], argv: Sequence[str]
+) -> tuple[Namespace, tuple[Row, ...]]:
+    """The flags of a verb that takes --deployment, and the settings of the point that are flags there; no rows if no
+    point is named. What no flag says, the point says; ranks follow from ep, or from torchrun."""
+    args = make_parser().parse_args(argv)
+    if args.deployment is None:
+        return args, ()
+    point = deployment(args.deployment)
+    settings = {name: value for name, value in point.settings().items() if name != "ranks" and hasattr(args, name)}
+    blank, filled = make_parser(), make_parser()
+    blank.set_defaults(**dict.fromkeys(settings))
+    filled.set_defaults(**settings)
+    given = vars(blank.parse_args(argv))
+    rows = combine(point, {name: given[name] for name in settings})
+    return filled.parse_args(argv), tuple(row for row in rows if row.name in settings)
+
+
+def missing(used: Mapping[str, object]) -> tuple[str, ...]:
+    """What of these settings is not there yet, in words."""
+    return tuple(text for (name, value), text in MISSING.items() if used.get(name) == value)
+
+
+def table(point: Deployment, rows: tuple[Row, ...]) -> Table:
+    """Both values of every setting, and the parts that are not there yet."""
+    title = Text(f"deployment {point.name}, requests and rows per tensor group", no_wrap=True, overflow="ignore")
+    shown = Table(title=title, title_justify="left")
+    for heading in ("setting", "point", "flag", "used"):
+        shown.add_column(heading, justify="left" if heading == "setting" else "right")
+    for row in rows:
+        flag = "" if row.flag is None else str(row.flag)
+        shown.add_row(f"--{row.name.replace('_', '-')}", str(row.point), flag, str(row.used))
+    return shown
+
+
+def show_point(stream: TextIO, name: str, rows: tuple[Row, ...]) -> None:
+    """Print the settings of a point beside the flags that won over them, and which of its parts are not there yet."""
+    point = deployment(name)
+    show(stream, table(point, rows))
+    for part in missing({**point.settings(), **{row.name: row.used for row in rows}}):
+        print(f"not there yet: {part}", file=stream)
