@@ -42,6 +42,7 @@ COLUMNS = {
 KEY = ("op", "bytes", "dtype", "ranks", "transport", "skew")
 """What tells one row of a run from another."""
 
+LINES = ("-", ":", "-.")
 MOST_FILE_BYTES = 64 << 20
 MEASURES = {"time": "p50_us", "limit": "limit"}
 
@@ -146,13 +147,17 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _panel(panel: Any, op: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    for place, transport in enumerate(dict.fromkeys(row["transport"] for row in rows)):
-        mine = sorted((row for row in rows if row["transport"] == transport), key=lambda row: row["bytes"])
-        panel.plot([row["bytes"] for row in mine], [row["algbw_gbs"] for row in mine], marker="o", label=transport)
-        if place == 0:
-            limited = [row for row in mine if row["limit"]]
-            copies = [row["algbw_gbs"] / row["limit"] for row in limited]
-            panel.plot([row["bytes"] for row in limited], copies, "k--", label="memory copy (limit)")
+    worlds = list(dict.fromkeys(row["ranks"] for row in rows))
+    lines: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["bytes"]):
+        lines.setdefault((row["ranks"], row["transport"]), []).append(row)
+    for (ranks, transport), mine in sorted(lines.items()):
+        dashes = LINES[worlds.index(ranks) % len(LINES)]
+        label = transport if len(worlds) == 1 else f"{transport}, {ranks} ranks"
+        panel.plot([row["bytes"] for row in mine], [row["algbw_gbs"] for row in mine], dashes, marker="o", label=label)
+    limited = [row for row in next(iter(lines.values()), []) if row["limit"]]
+    copies = [row["algbw_gbs"] / row["limit"] for row in limited]
+    panel.plot([row["bytes"] for row in limited], copies, "k--", label="memory copy (limit)")
     panel.set(title=op, xlabel="bytes of the busiest rank", ylabel="algbw, GB/s")
     if rows:
         panel.set_xscale("log", base=2)
