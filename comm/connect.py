@@ -161,13 +161,21 @@ class Connections:
             self.host.doorbell.tell_all(BYE)
         self._end(self.host)
 
+    def standing(self) -> str:
+        """Where this rank stands, from its own page; empty without one. Any thread may ask."""
+        return "" if self.host is None else self.host.page.standing().told()
+
+    def abandon(self) -> None:
+        """Remove the private folder of a process that is about to end, whatever its other threads do."""
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+
     def _end(self, host: Host | None) -> None:
         """Hang up, and remove the private folder, which may be there before a host is."""
         if host is not None:
             host.doorbell.close()
             host.page.leave()
-        if self._own_folder is not None:
-            shutil.rmtree(self._own_folder, ignore_errors=True)
+        self.abandon()
 
     def _meet(self, groups: Groups) -> None:
         facts = groups.told

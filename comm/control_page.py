@@ -71,6 +71,10 @@ class ControlPage:
         """The call is over."""
         STATE.pack_into(self._page, STATE_AT, self._calls, 0, time.time())
 
+    def standing(self, latest: int = 1) -> Standing:
+        """Where this rank stands, also when the file is gone."""
+        return _standing(self._page[:], latest)
+
     def close(self) -> None:
         """Give the page up; the file stays where it is."""
         self._page.close()
@@ -85,6 +89,10 @@ def read_page(path: Path, latest: int = 16) -> Standing:
         raise ValueError(f"{path}: {problem.strerror}") from problem
     if len(data) != PAGE_BYTES or data[: len(MAGIC)] != MAGIC:
         raise ValueError(f"{path} is no control page of {PAGE_BYTES} bytes")
+    return _standing(data, latest)
+
+
+def _standing(data: bytes, latest: int) -> Standing:
     _, rank, pid, calls, inside, changed = HEAD.unpack_from(data)
     numbers = range(max(0, calls - min(latest, RECORDS)), calls)
     return Standing(rank, pid, calls, bool(inside), changed, tuple(_note(data, number) for number in numbers))

@@ -16,7 +16,7 @@ from rich.text import Text
 from ..comm.collectives import all_gather_rows
 from ..parallel.groups import Groups
 from .fixtures import compositions, stages, transports
-from .fixtures.harness import FAILED, NOT_COMPARED, PASSED, Fixture, Options, Row, Run, run_fixture
+from .fixtures.harness import EMPTY, FAILED, NOT_COMPARED, PASSED, Fixture, Options, Row, Run, run_fixture
 from .fixtures.record import Recorder, facts_of
 from .flags import COMMON, LATER_NUMERICS, NUMERICS, FlagError, FlagParser, add_common, check_json
 from .output import people, show, write_json
@@ -154,8 +154,9 @@ def _wait_for_rank_0(groups: Groups) -> None:
 
 
 def verdict_of(rows: Sequence[Row]) -> str:
-    """Of the whole fixture: failed, or not compared, if any output is; else passed."""
-    return next((v for v in (FAILED, NOT_COMPARED) if any(row.verdict == v for row in rows)), PASSED)
+    """Of the whole fixture: failed, or not compared, if any output is that has elements; else passed."""
+    judged = [row for row in rows if row.detail != EMPTY] or rows
+    return next((v for v in (FAILED, NOT_COMPARED) if any(row.verdict == v for row in judged)), PASSED)
 
 
 def _tell(fixture: Fixture, options: Options, groups: Groups, rows: Sequence[Row], json_target: str | None) -> None:

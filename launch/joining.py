@@ -4,7 +4,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -20,11 +20,16 @@ HCCL_MARGIN = 10
 
 
 def join(
-    place: "Place", flags: RunFlags, facts: Mapping[str, str | int | float], environ: MutableMapping[str, str]
+    place: "Place",
+    flags: RunFlags,
+    facts: Mapping[str, str | int | float],
+    environ: MutableMapping[str, str],
+    made: Callable[[Any], None] = lambda connections: None,
 ) -> Any:
     """This rank's Groups, connected to the other ranks of its host. facts: what must be equal on all ranks.
 
-    Sets HCCL_EXEC_TIMEOUT in `environ` where the user has not. Rank 0 tells how the ranks are connected.
+    made: is given the connections before anybody waits for anybody. Sets HCCL_EXEC_TIMEOUT in `environ` where the user
+    has not. Rank 0 tells how the ranks are connected.
     """
     from ..comm.connect import Connections, Wish
     from ..comm.trace import CAPACITY
@@ -35,6 +40,7 @@ def join(
     folder = job_folder(place)
     wish = Wish(flags.transport, flags.check, flags.control or (folder / "control" if folder is not None else None))
     connections = Connections(wish, environ.get("GLOO_SOCKET_IFNAME"))
+    made(connections)
     if flags.device.kind != "cpu":
         import torch
 

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .ending import Ending, ToldToEnd
 from .flags import FlagError, RunFlags, resolve
-from .joining import join, let_go_on
+from .joining import job_folder, join, let_go_on
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
@@ -185,24 +185,27 @@ def run_rank(
     """Start this rank's groups, run job(groups), end them; the exit code.
 
     A failure is told once: by the launcher if it is ours, else here with rank and stage. It closes this rank's
-    connections, so the other ranks end at once too.
+    connections, so the other ranks end at once too. A rank of several that is told to end (SIGTERM), or whose launcher
+    has gone, says so and ends with nothing left behind.
     """
     groups: Any = None
-    if place.managed:
-        _end_with_parent()
+    ending = Ending(lambda problem: report(place, problem), job_folder(place))
+    # Our own launcher speaks for its ranks, and tells by their exit codes who was killed from outside.
+    ending.watch(parent=place.managed, signals=place.world > 1 and not place.spoken_for)
     try:
         with named_stage("start"):
             check_machine(flags, place.local_world)
-            groups = join(place, flags, {**flags.facts(), **(facts or {})}, os.environ)
+            groups = join(place, flags, {**flags.facts(), **(facts or {})}, os.environ, ending.knows)
         with named_stage("run"):
             job(groups)
             _finish(groups, flags)
-    except (SystemExit, BrokenPipeError):
+    except (SystemExit, BrokenPipeError, KeyboardInterrupt):
         # Not closed, the groups' threads would abort this process on its way out. A reader that has gone is no fault.
         if groups is not None:
             groups.close()
         raise
     except Exception as problem:
+        ending.ends_itself()
         report(place, problem)
         if groups is not None:
             let_go_on(groups, problem)
@@ -264,6 +267,8 @@ def failure_text(place: Place, problem: BaseException, *, usage: bool = False) -
     """One line of who failed, where, and how."""
     if usage or type(problem).__name__ in ("FixtureFailed", "RequestFailed"):
         return str(problem)
+    if isinstance(problem, ToldToEnd):
+        return f"rank {place.rank} ended: {problem}"
     kind = "" if _is_joint(problem) else f"{type(problem).__name__}: "
     return f"rank {place.rank} failed in stage {stage_of(problem) or '?'}: {kind}{problem}"
 
@@ -275,7 +280,7 @@ def _is_joint(problem: BaseException) -> bool:
 def _is_expected(problem: BaseException) -> bool:
     from ..parallel.errors import CommError
 
-    return isinstance(problem, ValueError | CommError)
+    return isinstance(problem, ValueError | CommError | ToldToEnd)
 
 
 def _write_error_file(path: Path, text: str, problem: BaseException) -> None:
@@ -294,18 +299,6 @@ def is_secondary(problem: BaseException) -> bool:
     from ..parallel.errors import CollectiveMismatch, CommError
 
     return isinstance(problem, CommError) and not isinstance(problem, CollectiveMismatch)
-
-
-def _end_with_parent() -> None:
-    """End when the launcher has gone without a word, also while an exchange waits."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(FAILED)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def run_main(name: str, act: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:

@@ -137,6 +137,12 @@ def test_without_a_golden_nothing_passes(capsys):
 def test_the_worst_verdict_is_the_fixtures():
     rows = [Row("a", 1, 0.0, "exact", verdict) for verdict in ("passed", "not compared", "failed")]
     assert [fixture.verdict_of(rows[:n]) for n in (1, 2, 3)] == ["passed", "not compared", "failed"]
+    empty = Row("d", 0, 0.0, "exact", "not compared", "no elements")
+    assert [fixture.verdict_of([empty, *more]) for more in ([], rows[:1], rows[:2])] == [
+        "not compared",
+        "passed",
+        "not compared",
+    ]
 
 
 def test_the_docs_name_every_transport_and_flag():

@@ -101,6 +101,10 @@ def test_guards_see_every_neighbour():
         ([1.0], [1], Tolerance(atol=9.0), "failed", 1),
         ([1.0], [1.0, 1.0], Tolerance(atol=9.0), "failed", 1),
         ([1.0], None, Tolerance(atol=9.0), "not compared", 0),
+        ([], [], Tolerance(), "not compared", 0),
+        ([], [], Tolerance(bits=True), "not compared", 0),
+        ([], None, Tolerance(), "not compared", 0),
+        ([], [1.0], Tolerance(), "failed", 0),
     ],
 )
 def test_verdicts(got, want, tolerance, verdict, wrong):
@@ -120,6 +124,18 @@ def test_rows_of_ranks_are_joined():
     (row,) = merge([[passed], []])
     assert row.verdict == "failed" and "missing on ranks [1]" in row.detail
     assert merge([[passed], [Row("x", 0, 0.0, "exact", "not compared")]])[0].verdict == "not compared"
+
+
+def test_a_rank_without_rows_neither_passes_nor_spoils_what_others_compared():
+    some, none = torch.ones(3), torch.ones(0)
+    full, empty = compare(Output("x", some, some)), compare(Output("x", none, none))
+    blind, failed = compare(Output("x", some, None)), compare(Output("x", some, some + 1))
+    assert (empty.verdict, empty.compared, empty.detail) == ("not compared", 0, "no elements")
+    assert [(row.verdict, row.compared, row.detail) for row in merge([[full], [empty]])] == [("passed", 3, "")]
+    assert [(row.verdict, row.detail) for row in merge([[empty], [empty]])] == [("not compared", "no elements")]
+    assert [(row.verdict, row.detail) for row in merge([[empty], [blind], [full]])] == [("not compared", "no golden")]
+    assert merge([[empty], [failed]])[0].verdict == "failed"
+    assert merge([[full], []])[0].verdict == "failed"
 
 
 # Recordings.

@@ -16,10 +16,12 @@ BY_NAME = {fixture.name: fixture for fixture in FIXTURES}
 
 
 def run_all(groups, names, given):
-    """Every fixture must pass, every output with something compared on some rank."""
+    """Every fixture must pass, every output with something compared on some rank; digests of this rank's outputs."""
+    digests = {}
     for name in names:
-        rows = passed(BY_NAME[name], groups, given)
+        rows, digests[name] = passed(BY_NAME[name], groups, given)
         assert all(row.compared for row in rows), (name, rows)
+    return digests
 
 
 def test_every_composition_passes_on_one_rank():
@@ -27,9 +29,25 @@ def test_every_composition_passes_on_one_rank():
     run_all(Groups.single(), BY_NAME, {"numerics": "float64"})
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 1, 2), (4, 4, 4), (4, 2, 4), (4, 2, 2)])
-def test_every_composition_passes_on_several_ranks(ranks, sizes):
-    ranks.run(Topology(*sizes), "test_fixtures_compositions:run_all", 150, names=list(BY_NAME), given=SMALL)
+SIZES = [(2, 2, 2), (2, 1, 2), (4, 4, 4), (4, 2, 4), (4, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "transport"), list(zip(SIZES, ["local", "torch", "local", "torch", "local"], strict=True))
+)
+def test_every_composition_passes_on_several_ranks(ranks, sizes, transport):
+    target, names = "test_fixtures_compositions:run_all", list(BY_NAME)
+    ranks.run(Topology(*sizes), target, 150, transport=transport, names=names, given=SMALL)
+
+
+def test_a_layer_gives_the_same_bits_on_both_transports(ranks):
+    ranks.run_both(Topology(2, 2, 2), "test_fixtures_compositions:run_all", 150, names=["layer-csa"], given=SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_composition_gives_the_same_bits_on_both_transports(ranks, sizes):
+    ranks.run_both(Topology(*sizes), "test_fixtures_compositions:run_all", 280, names=list(BY_NAME), given=SMALL)
 
 
 @pytest.mark.parametrize("numerics", ["float64", "bfloat16"])
@@ -142,9 +160,9 @@ def _shards_swapped(return_logits, _):
 
 PLANTS = {
     "layer-swa": [
-        (["streams, twin", "cache window, twin"], _patched(block, "gather_context", _bands_swapped)),
+        (["streams, twin", "cache window_kv, twin"], _patched(block, "gather_context", _bands_swapped)),
         (["streams, golden"], _patched(block, "attend", _no_sink)),
-        (["cache window, golden", "untouched slots"], _patched(caches.Caches, "write", _written_one_slot_further)),
+        (["cache window_kv, golden", "untouched slots"], _patched(caches.Caches, "write", _written_one_slot_further)),
     ],
     "layer-csa": [
         (["cache csa_index, twin"], _patched(caches.Caches, "write", _not_written_on_last_rank("csa_index"))),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from meshspark.comm import agreement, context_gather, experts, logits, projection
+from meshspark.launch.fixture import verdict_of
 from meshspark.launch.fixtures import transports_context
 from meshspark.launch.fixtures.harness import (
     Options,
@@ -23,11 +24,11 @@ TRANSPORTS = ("local", "torch")
 
 
 def run_all(groups, runs):
-    """Every run must pass, with something compared."""
+    """Every run must pass, with something compared in every output; one rank alone may have nothing to exchange."""
     for name, options in runs:
         rows = run_fixture(BY_NAME[name], Run(groups, Options(**options)))
-        assert all(row.verdict == "passed" for row in rows), (name, options, rows)
-        assert sum(row.compared for row in rows) > 0
+        assert verdict_of(rows) == "passed", (name, options, rows)
+        assert groups.topology.world == 1 or all(row.compared for row in rows), (name, options, rows)
 
 
 CONTEXT = [
