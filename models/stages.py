@@ -1,8 +1,6 @@
 """Named stages of a step, and a clock that adds up their time."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -22,20 +20,37 @@ class StageClock:
         self.seconds: dict[str, float] = {}
         self.current: str | None = None
 
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        outer, self.current = self.current, stage
-        begin = self._now() if self.enabled else 0.0
-        yield
-        # Not in a finally: after an exception `current` names the stage that failed.
-        self.current = outer
-        if self.enabled:
-            end = self._now()
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + end - begin
-            if self._ledger.enabled:
-                self._ledger.stages.append(StageSpan(stage, begin, end))
+    def __call__(self, stage: str) -> "_Running":
+        return _Running(self, stage)
 
-    def _now(self) -> float:
+    def add(self, stage: str, begin: float, end: float) -> None:
+        """Count one run of a stage."""
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + end - begin
+        if self._ledger.enabled:
+            self._ledger.stages.append(StageSpan(stage, begin, end))
+
+    def now(self) -> float:
+        """Seconds, once the device has done what it was given."""
         if torch.device(self.device).type != "cpu":
             torch.accelerator.synchronize(self.device)
         return time.perf_counter()
+
+
+class _Running:
+    """A stage from its beginning to its end. A plain class: a generator would cost as much as a small operation."""
+
+    __slots__ = ("_begin", "_clock", "_outer", "_stage")
+
+    def __init__(self, clock: StageClock, stage: str) -> None:
+        self._clock, self._stage = clock, stage
+
+    def __enter__(self) -> None:
+        self._outer, self._clock.current = self._clock.current, self._stage
+        self._begin = self._clock.now() if self._clock.enabled else 0.0
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an exception `current` names the stage that failed.
+        if kind is None:
+            self._clock.current = self._outer
+            if self._clock.enabled:
+                self._clock.add(self._stage, self._begin, self._clock.now())
