@@ -193,3 +193,33 @@ def drive(groups: Groups, mode: str) -> str:
 @pytest.mark.parametrize("mode", ["float64", "float32"])
 def test_on_four_ranks(ranks: RankPools, mode: str) -> None:
     assert ranks.run(Topology(4, 2, 4), "test_verify:drive", timeout=200, mode=mode) == [""] * 4
+
+
+@pytest.mark.parametrize("length", [31, 32, 33, 63, 64, 65, 127, 128, *range(151, 160)])
+def test_rows_at_a_page_border_or_the_ceiling_stay_in_their_pages(length: int) -> None:
+    """Eight rows behind any committed length, fewer at the ceiling; nobody else's page is written to."""
+    ceiling, model = 160, single_model(PRESET, "float32")
+    caches = model.make_caches(CacheShape(2, ceiling, 8))
+    permute_pages(caches, length)
+    poison(caches)
+    caches.admit(1, ceiling)
+    caches.map_resident(1, ceiling)
+    other = {name: table.table[1][table.table[1] >= 0] for name, table in caches.tables.items()}
+    for name, pool in caches.pools.items():
+        pool.unflatten(1, (-1, caches.tables[name].page))[:, other[name]] = 7.0
+    caches.admit(0, ceiling)
+    restore(caches, 0, length, serial("float32").dumps[length])
+    count = min(8, ceiling - length)
+    text = tokens(model.config.vocab_size)[length : length + count]
+    with torch.no_grad():
+        logits = model.forward(
+            model.plan([RequestRows(0, length, text, kind="verify", asked=range(count))], caches), caches
+        )
+    assert logits.logits is not None and same_bits(logits.logits, serial("float32").logits[length : length + count])
+    for name, pool in caches.pools.items():
+        family = next(f for f in caches.families if f.name == name)
+        assert bool((pool.unflatten(1, (-1, family.page))[:, other[name]] == 7.0).all()), name
+        if family.per_entry:
+            assert caches.pages[name].used - len(other[name]) == -(-family.rows(length + count) // family.page)
+    with pytest.raises(ValueError, match=f"comes to {ceiling + 1} positions, allowed: its limit {ceiling}"):
+        model.plan([RequestRows(0, ceiling, [1])], caches)
