@@ -6,10 +6,11 @@ Legend: N tiles, L lanes, P pages of a tile, B rows of a page, C columns.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from .lanes import FreshSpan
-from .pages import Tables
+from .lanes import FreshSpan, require_tables, unmapped
+from .pages import PageTable, Tables
 
 
 @dataclass(frozen=True)
@@ -91,38 +92,35 @@ def make_entry_lanes(
 
     A resident entry without a mapped page is a ValueError: it would be read as garbage.
     """
-    resident_N = torch.minimum(known_N, span.first_N)
-    most = int(resident_N.max())
-    if most and tables is None:
-        raise ValueError("a step that starts behind position 0 reads resident rows and needs caches")
+    slot_N, first_N, offset_N = span.host
+    known = known_N.numpy()
+    resident = np.minimum(known, first_N)
     page, pages = 1, {}
-    if most and tables is not None:
-        page = tables[families[0]].page
-        pages = {family: _pages(resident_N, span, tables, family) for family in families}
+    if resident.any():
+        held = [require_tables(tables)[family] for family in families]
+        page = held[0].page
+        pages = {family: _pages(family, table, slot_N, resident) for family, table in zip(families, held, strict=True)}
     return EntryLanes(
         width=width,
         page=page,
-        resident_N=resident_N,
+        resident_N=torch.from_numpy(resident),
         known_N=known_N,
-        fresh_N=span.offset_N - span.first_N,
+        fresh_N=torch.from_numpy(offset_N - first_N),
         pages=pages,
-        resident=int(resident_N.min()),
-        known=int(known_N.max()),
-        num_fresh=int((known_N - resident_N).sum()),
+        resident=int(resident.min()),
+        known=int(known.max()),
+        num_fresh=int((known - resident).sum()),
     )
 
 
-def _pages(resident_N: torch.Tensor, span: FreshSpan, tables: Tables, family: str) -> torch.Tensor:
+def _pages(family: str, table: PageTable, slot_N: np.ndarray, resident_N: np.ndarray) -> torch.Tensor:
     """Physical pages [N, P] of the resident entries, 0 where a tile has fewer."""
-    table = tables[family]
-    first_P = torch.arange(0, int(resident_N.max()), table.page)
-    slots_NP = table.slots(span.slot_N[:, None], first_P.expand(len(resident_N), -1))
-    read_NP = first_P < resident_N[:, None]
-    missing = (read_NP & (slots_NP < 0)).nonzero()
-    if len(missing):
-        tile, place = missing[0].tolist()
-        raise ValueError(
-            f"{family}: index {int(first_P[place])} of request slot {int(span.slot_N[tile])} "
-            "is read but no page is mapped there"
-        )
-    return torch.where(read_NP, slots_NP // table.page, 0)
+    place_P = np.arange(-(-int(resident_N.max()) // table.page))
+    assert len(place_P) <= table.host.shape[1], f"{family}: all entries of a request stay, in a table of full depth"
+    pages_NP = table.host[slot_N, : len(place_P)]
+    read_NP = place_P * table.page < resident_N[:, None]
+    missing_NP = read_NP & (pages_NP < 0)
+    if missing_NP.any():
+        tile, place = divmod(int(missing_NP.argmax()), len(place_P))
+        raise unmapped(family, place * table.page, int(slot_N[tile]))
+    return torch.from_numpy(np.where(read_NP, pages_NP, 0))

@@ -6,12 +6,13 @@ Legend: G group rows, T local rows, A asked rows, E entries completed in the ste
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from .lanes import FreshSpan, Lanes, make_lanes
+from .lanes import FreshSpan, Lanes, plan_lanes
 from .move import to_device
 from .pages import PageFamily, Tables
-from .rows import GroupRows, RequestRows, place_rows
+from .rows import GroupRows, RequestFields, RequestRows, place_rows, request_fields
 from .tiles import TileSet, entry_offsets, make_tiles
 
 STATE_FAMILIES = {4: ("csa_state", "index_state"), 128: ("hca_state",)}
@@ -109,58 +110,55 @@ def plan_rows(
     slots = [request.slot for request in requests]
     if tables is not None and len(set(slots)) < len(slots):
         raise ValueError(f"request slots are {slots}, allowed: each slot once in a step")
-    rows = place_rows(requests, tp)
-    completed = {ratio: _completed(requests, ratio) for ratio in geometry.ratios if ratio}
-    boundaries = {ratio: _boundaries(requests, rows, ratio, done, tables) for ratio, done in completed.items()}
+    rows, fields = place_rows(requests, tp), request_fields(requests)
+    completed = {ratio: _completed(fields, ratio) for ratio in geometry.ratios if ratio}
+    boundaries = {ratio: _boundaries(fields, rows, ratio, done, tables) for ratio, done in completed.items()}
     return RowPlan(
         geometry=geometry,
         tp_rank=tp_rank,
         requests=requests,
         rows=rows,
-        tiles={
-            ratio: make_tiles(rows, tp_rank, requests, ratio, geometry.window, geometry.index_topk, tables)
-            for ratio in geometry.ratios
-        },
+        tiles=make_tiles(rows, tp_rank, fields, geometry.ratios, geometry.window, geometry.index_topk, tables),
         boundaries=boundaries,
         asked=_asked(requests, rows, tp_rank),
-        writes={} if tables is None else _writes(requests, rows, completed, tables, families),
+        writes={} if tables is None else _writes(fields, rows, completed, tables, families),
     )
 
 
-Completed = tuple[torch.Tensor, torch.Tensor]
+Completed = tuple[np.ndarray, np.ndarray]
 """Request and number of each entry whose last position is in the step, by request, then by entry."""
 
 
 def _boundaries(
-    requests: tuple[RequestRows, ...], rows: GroupRows, ratio: int, completed: Completed, tables: Tables | None
+    fields: RequestFields, rows: GroupRows, ratio: int, completed: Completed, tables: Tables | None
 ) -> Boundaries:
     request_E, entry_E = completed
     pooled = 2 * ratio if ratio == 4 else ratio
-    position_EP = (entry_E[:, None] + 1) * ratio - pooled + torch.arange(pooled)
-    start_R = torch.tensor([request.start for request in requests], dtype=torch.int64)
-    slot_R = torch.tensor([request.slot for request in requests], dtype=torch.int64)
-    span = FreshSpan(slot_R[request_E], start_R[request_E], rows.fresh_offset_R[request_E])
+    position_EP = ((entry_E + 1) * ratio - pooled)[:, None] + np.arange(pooled)
+    span = FreshSpan(
+        torch.from_numpy(fields.slot_R[request_E]),
+        torch.from_numpy(fields.start_R[request_E]),
+        torch.from_numpy(rows.fresh_offset_R.numpy()[request_E]),
+    )
     present_EP = position_EP >= 0
-    lanes = make_lanes(position_EP, present_EP, span, tables, STATE_FAMILIES[ratio], rows.fresh_rows_N)
-    return Boundaries(lanes, present_EP, entry_E * ratio)
+    lanes = plan_lanes(position_EP, present_EP, span, tables, STATE_FAMILIES[ratio], rows.fresh_rows_N)
+    return Boundaries(lanes, torch.from_numpy(present_EP), torch.from_numpy(entry_E * ratio))
 
 
-def _completed(requests: tuple[RequestRows, ...], ratio: int) -> Completed:
-    start_R = torch.tensor([request.start for request in requests], dtype=torch.int64)
-    length_R = torch.tensor([len(request.tokens) for request in requests], dtype=torch.int64)
-    first_R = start_R // ratio
-    count_R = (start_R + length_R) // ratio - first_R
-    request_E = torch.repeat_interleave(torch.arange(len(requests)), count_R)
-    within_E = torch.arange(len(request_E)) - entry_offsets(start_R, length_R, ratio)[request_E]
+def _completed(fields: RequestFields, ratio: int) -> Completed:
+    first_R = fields.start_R // ratio
+    count_R = (fields.start_R + fields.length_R) // ratio - first_R
+    request_E = np.repeat(np.arange(len(count_R)), count_R)
+    within_E = np.arange(len(request_E)) - entry_offsets(fields, ratio)[request_E]
     return request_E, first_R[request_E] + within_E
 
 
 def _asked(requests: tuple[RequestRows, ...], rows: GroupRows, tp_rank: int) -> Asked:
-    wanted = []
+    wanted, offset_R, row_N = [], rows.fresh_offset_R.tolist(), rows.fresh_rows_N.numpy()
     for index, request in enumerate(requests):
-        first = int(rows.fresh_offset_R[index])
+        first = offset_R[index]
         for offset in request.asked:
-            wanted.append((int(rows.fresh_rows_N[first + offset]), request.owner, index, offset))
+            wanted.append((int(row_N[first + offset]), request.owner, index, offset))
     wanted.sort()
     band = [row // rows.local_t for row, *_ in wanted]
     return Asked(
@@ -173,25 +171,23 @@ def _asked(requests: tuple[RequestRows, ...], rows: GroupRows, tp_rank: int) -> 
 
 
 def _writes(
-    requests: tuple[RequestRows, ...],
+    fields: RequestFields,
     rows: GroupRows,
     completed: Mapping[int, Completed],
     tables: Tables,
     families: Sequence[PageFamily],
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     row_N = rows.fresh_rows_N
-    slot_N, position_N = rows.slot_G[row_N], rows.position_G[row_N]
-    slot_R = torch.tensor([request.slot for request in requests], dtype=torch.int64)
+    slot_N, position_N = (field_G.numpy()[row_N.numpy()] for field_G in (rows.slot_G, rows.position_G))
     writes = {}
     for family in families:
+        source, slot, index = row_N, slot_N, position_N
         if family.per_entry:
             assert family.ratio is not None
-            request_E, entry_E = completed[family.ratio]
-            source = torch.arange(len(entry_E))
-            target = tables[family.name].slots(slot_R[request_E], entry_E)
-        else:
-            source, target = row_N, tables[family.name].slots(slot_N, position_N)
-        if bool((target < 0).any()):
+            request_E, index = completed[family.ratio]
+            source, slot = torch.arange(len(index)), fields.slot_R[request_E]
+        target = tables[family.name].host_slots(slot, index)
+        if target.min(initial=0) < 0:
             raise ValueError(f"{family.name}: a row of the step has no mapped page to be written to")
-        writes[family.name] = (source, target)
+        writes[family.name] = (source, torch.from_numpy(target))
     return writes

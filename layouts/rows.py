@@ -5,7 +5,9 @@ Legend: G group rows (tp x local_t), N fresh rows of all requests, R requests.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
 
 ROW_KINDS = ("prefill", "decode", "verify")
@@ -60,6 +62,23 @@ class GroupRows:
         return self.request_G >= 0
 
 
+@dataclass(frozen=True)
+class RequestFields:
+    """Slot, start and number of tokens of each request, int64 [R] on the host."""
+
+    slot_R: np.ndarray
+    start_R: np.ndarray
+    length_R: np.ndarray
+
+
+def request_fields(requests: Sequence[RequestRows]) -> RequestFields:
+    return RequestFields(
+        slot_R=np.array([request.slot for request in requests], dtype=np.int64),
+        start_R=np.array([request.start for request in requests], dtype=np.int64),
+        length_R=np.array([len(request.tokens) for request in requests], dtype=np.int64),
+    )
+
+
 def band_length(requests: Sequence[RequestRows], tp: int) -> int:
     """The least length that holds the largest pinned band and ceil(all rows / tp)."""
     pinned = [0] * tp
@@ -74,46 +93,42 @@ def band_length(requests: Sequence[RequestRows], tp: int) -> int:
 
 def place_rows(requests: Sequence[RequestRows], tp: int) -> GroupRows:
     """Lay the requests' rows into bands: pinned rows first, in the owner's band, then prefill rows fill up."""
-    local_t = band_length(requests, tp)
-    lengths = torch.tensor([len(request.tokens) for request in requests], dtype=torch.int64)
-    offset_R = lengths.cumsum(0) - lengths
-    owner_R = torch.tensor([request.owner for request in requests], dtype=torch.int64)
-    pinned_R = torch.tensor([request.kind != "prefill" for request in requests], dtype=torch.bool)
-    request_N = torch.repeat_interleave(torch.arange(len(requests)), lengths)
-    fresh_rows_N = _places(owner_R[request_N], pinned_R[request_N], tp, local_t)
+    local_t, fields = band_length(requests, tp), request_fields(requests)
+    offset_R = fields.length_R.cumsum() - fields.length_R
+    owner_R = np.array([request.owner for request in requests], dtype=np.int64)
+    kind_R = np.array([ROW_KINDS.index(request.kind) for request in requests], dtype=np.int64)
+    request_N = np.repeat(np.arange(len(requests)), fields.length_R)
+    place_N = _places(owner_R[request_N], kind_R[request_N] != ROW_KINDS.index("prefill"), tp, local_t)
+    within_N = np.arange(len(request_N)) - offset_R[request_N]
+    tokens = chain.from_iterable(request.tokens for request in requests)
 
-    def spread(values: torch.Tensor, empty: int) -> torch.Tensor:
-        rows_G = torch.full((tp * local_t,), empty, dtype=torch.int64)
-        rows_G[fresh_rows_N] = values
-        return rows_G
+    def spread(values: np.ndarray, empty: int) -> torch.Tensor:
+        rows_G = np.full(tp * local_t, empty, dtype=np.int64)
+        rows_G[place_N] = values
+        return torch.from_numpy(rows_G)
 
-    within_N = torch.arange(len(request_N)) - offset_R[request_N]
-    start_R = torch.tensor([request.start for request in requests], dtype=torch.int64)
-    slot_R = torch.tensor([request.slot for request in requests], dtype=torch.int64)
-    kind_R = torch.tensor([ROW_KINDS.index(request.kind) for request in requests], dtype=torch.int64)
-    token_N = torch.tensor([t for request in requests for t in request.tokens], dtype=torch.int64)
     return GroupRows(
         tp=tp,
         local_t=local_t,
-        token_G=spread(token_N, 0),
-        slot_G=spread(slot_R[request_N], -1),
-        position_G=spread(start_R[request_N] + within_N, 0),
+        token_G=spread(np.fromiter(tokens, dtype=np.int64, count=len(request_N)), 0),
+        slot_G=spread(fields.slot_R[request_N], -1),
+        position_G=spread(fields.start_R[request_N] + within_N, 0),
         request_G=spread(request_N, -1),
         kind_G=spread(kind_R[request_N], -1),
-        fresh_rows_N=fresh_rows_N,
-        fresh_offset_R=offset_R,
+        fresh_rows_N=torch.from_numpy(place_N),
+        fresh_offset_R=torch.from_numpy(offset_R),
     )
 
 
-def _places(owner_N: torch.Tensor, pinned_N: torch.Tensor, tp: int, local_t: int) -> torch.Tensor:
+def _places(owner_N: np.ndarray, pinned_N: np.ndarray, tp: int, local_t: int) -> np.ndarray:
     """Group row of each fresh row: the pinned from the top of their owner's band, the others in what is left."""
-    place_N = torch.empty_like(owner_N)
-    taken_G = torch.zeros(tp * local_t, dtype=torch.bool)
+    place_N = np.empty_like(owner_N)
+    free_G = np.ones(tp * local_t, dtype=bool)
     for tp_rank in range(tp):
-        mine = (pinned_N & (owner_N == tp_rank)).nonzero().flatten()
-        rows = tp_rank * local_t + torch.arange(len(mine))
-        place_N[mine] = rows
-        taken_G[rows] = True
-    rest = (~pinned_N).nonzero().flatten()
-    place_N[rest] = (~taken_G).nonzero().flatten()[: len(rest)]
+        mine = np.flatnonzero(pinned_N & (owner_N == tp_rank))
+        first = tp_rank * local_t
+        place_N[mine] = np.arange(first, first + len(mine))
+        free_G[first : first + len(mine)] = False
+    rest = np.flatnonzero(~pinned_N)
+    place_N[rest] = np.flatnonzero(free_G)[: len(rest)]
     return place_N

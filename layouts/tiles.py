@@ -7,15 +7,16 @@ choice dense or gathered depend on b alone, so a row's bits do not depend on the
 Legend: N tiles, R rows of a tile (padded), L window lanes, E compressed lanes, T local rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .entry_lanes import EntryLanes, make_entry_lanes
-from .lanes import FreshSpan, Lanes, make_lanes
+from .lanes import FreshSpan, Lanes, plan_lanes
 from .pages import Tables
-from .rows import GroupRows, RequestRows
+from .rows import GroupRows, RequestFields
 
 TILE = 64
 MIN_WIDTH = 16
@@ -75,11 +76,25 @@ class TileSet:
 
 @dataclass(frozen=True)
 class _Tiles:
-    request: torch.Tensor
-    block: torch.Tensor
-    count: torch.Tensor
-    first: torch.Tensor
-    order: torch.Tensor
+    """Tiles by request, then by block: the local rows of tile n are order[first_N[n]] and the count_N[n] - 1 behind."""
+
+    request_N: np.ndarray
+    block_N: np.ndarray
+    count_N: np.ndarray
+    first_N: np.ndarray
+    order: np.ndarray
+
+
+@dataclass(frozen=True)
+class _TileRows:
+    """What a batch of tiles has at any ratio. fresh: which fresh positions its requests have."""
+
+    rows_NR: torch.Tensor
+    position_NR: np.ndarray
+    request_N: np.ndarray
+    fresh: FreshSpan
+    window: Lanes
+    admitted_NRL: torch.Tensor
 
 
 def _next_power(value: int) -> int:
@@ -95,68 +110,73 @@ def entry_width(block: int, ratio: int) -> int:
 def make_tiles(
     rows: GroupRows,
     tp_rank: int,
-    requests: tuple[RequestRows, ...],
-    ratio: int,
+    fields: RequestFields,
+    ratios: Iterable[int],
     window: int,
     index_topk: int,
     tables: Tables | None,
-) -> TileSet:
-    """Tiles of the local rows of tp_rank for layers of this ratio; every valid row is in exactly one tile."""
-    request_T, position_T = rows.request_G[rows.band(tp_rank)], rows.position_G[rows.band(tp_rank)]
+) -> dict[int, TileSet]:
+    """Tiles of the local rows of tp_rank for layers of each ratio; every valid row is in exactly one tile of each.
+
+    Ratios differ in which tiles run as one batch; what a batch has at any ratio is made once.
+    """
+    request_T, position_T = (field_G.numpy()[rows.band(tp_rank)] for field_G in (rows.request_G, rows.position_G))
     tiles = _find_tiles(request_T, position_T)
-    start_R = torch.tensor([request.start for request in requests], dtype=torch.int64)
-    slot_R = torch.tensor([request.slot for request in requests], dtype=torch.int64)
-    length_R = torch.tensor([len(request.tokens) for request in requests], dtype=torch.int64)
-    batches = []
-    for picked, width in _classes(tiles, ratio, window, index_topk):
-        rows_NR = _tile_rows(tiles, picked)
-        position_NR = torch.where(rows_NR >= 0, position_T[rows_NR.clamp(min=0)], -1)
-        request_N = tiles.request[picked]
-        span = FreshSpan(slot_R[request_N], start_R[request_N], rows.fresh_offset_R[request_N])
-        window_lanes, admitted = _window(position_NR, tiles.block[picked], window, span, rows.fresh_rows_N, tables)
-        entries = None
-        if width:
-            offset_R = entry_offsets(start_R, length_R, ratio)
-            entry_span = FreshSpan(span.slot_N, span.first_N // ratio, offset_R[request_N])
-            entries = _entries(position_NR, ratio, width, index_topk, entry_span, tables)
-        batches.append(TileBatch(rows_NR, window_lanes, admitted, entries))
-    return TileSet(tuple(batches), _places(batches, len(request_T)))
+    made: dict[bytes, _TileRows] = {}
+    sets = {}
+    for ratio in ratios:
+        offset_R = entry_offsets(fields, ratio) if ratio else None
+        batches = []
+        for picked, width in _classes(tiles, ratio, window, index_topk):
+            key = picked.tobytes()
+            if key not in made:
+                made[key] = _tile_rows(tiles, picked, position_T, window, rows, fields, tables)
+            shared, entries = made[key], None
+            if offset_R is not None and width:
+                entries = _entries(shared, offset_R, ratio, width, index_topk, tables)
+            batches.append(TileBatch(shared.rows_NR, shared.window, shared.admitted_NRL, entries))
+        sets[ratio] = TileSet(tuple(batches), _places(batches, len(request_T)))
+    return sets
 
 
 def _places(batches: list[TileBatch], num_rows: int) -> torch.Tensor:
-    place_T = torch.zeros(num_rows, dtype=torch.int64)
-    flat = torch.cat([torch.tensor([-1]), *(batch.rows_NR.flatten() for batch in batches)])
-    filled = (flat >= 0).nonzero().flatten()
+    place_T = np.zeros(num_rows, dtype=np.int64)
+    flat = np.concatenate([np.array([-1]), *(batch.rows_NR.numpy().ravel() for batch in batches)])
+    filled = np.flatnonzero(flat >= 0)
     place_T[flat[filled]] = filled
-    return place_T
+    return torch.from_numpy(place_T)
 
 
-def entry_offsets(start_R: torch.Tensor, length_R: torch.Tensor, ratio: int) -> torch.Tensor:
+def entry_offsets(fields: RequestFields, ratio: int) -> np.ndarray:
     """Where each request's new entries start among those that the step completes, requests in order."""
-    count_R = (start_R + length_R) // ratio - start_R // ratio
-    return count_R.cumsum(0) - count_R
+    count_R = (fields.start_R + fields.length_R) // ratio - fields.start_R // ratio
+    return count_R.cumsum() - count_R
 
 
-def _find_tiles(request_T: torch.Tensor, position_T: torch.Tensor) -> _Tiles:
+def _find_tiles(request_T: np.ndarray, position_T: np.ndarray) -> _Tiles:
     span = int(position_T.max()) + 1 if len(position_T) else 1
-    key_T = request_T * span + position_T
-    order = torch.argsort(key_T, stable=True)
+    order = np.argsort(request_T * span + position_T, kind="stable")
     order = order[request_T[order] >= 0]
-    blocks = span // TILE + 1
-    tile_key = request_T[order] * blocks + position_T[order] // TILE
-    unique, count = torch.unique_consecutive(tile_key, return_counts=True)
-    return _Tiles(unique // blocks, unique % blocks, count, count.cumsum(0) - count, order)
+    block = position_T[order] // TILE
+    key = request_T[order] * (span // TILE + 1) + block
+    edge = np.ones(len(key) + 1, dtype=bool)
+    np.not_equal(key[1:], key[:-1], out=edge[1:-1])
+    bounds = np.flatnonzero(edge)
+    first_N = bounds[:-1]
+    return _Tiles(request_T[order[first_N]], block[first_N], bounds[1:] - first_N, first_N, order)
 
 
-def _classes(tiles: _Tiles, ratio: int, window: int, index_topk: int) -> Iterator[tuple[torch.Tensor, int]]:
+def _classes(tiles: _Tiles, ratio: int, window: int, index_topk: int) -> Iterator[tuple[np.ndarray, int]]:
     """Tile numbers that can run as one batch, with their compressed width."""
+    blocks = tiles.block_N.tolist()
+    widths = {block: entry_width(block, ratio) if ratio else 0 for block in set(blocks)}
     classes: dict[tuple[int, int], list[int]] = {}
-    for tile, (block, count) in enumerate(zip(tiles.block.tolist(), tiles.count.tolist(), strict=True)):
-        width = entry_width(block, ratio) if ratio else 0
-        classes.setdefault((width, _next_power(count)), []).append(tile)
+    for tile, (block, count) in enumerate(zip(blocks, tiles.count_N.tolist(), strict=True)):
+        classes.setdefault((widths[block], _next_power(count)), []).append(tile)
     for (width, rows), members in sorted(classes.items()):
-        for part in torch.tensor(members).split(most_tiles(rows, width, ratio, window, index_topk)):
-            yield part, width
+        most, picked = most_tiles(rows, width, ratio, window, index_topk), np.array(members)
+        for first in range(0, len(members), most):
+            yield picked[first : first + most], width
 
 
 def is_gathered(width: int, ratio: int, index_topk: int) -> bool:
@@ -176,37 +196,57 @@ def most_tiles(rows: int, width: int, ratio: int, window: int, index_topk: int) 
     return max(1, min(MOST_KEYS // keys, MOST_ROW_LANES // (rows * lanes), MOST_SCORES // (rows * max(width, 1))))
 
 
-def _tile_rows(tiles: _Tiles, picked: torch.Tensor) -> torch.Tensor:
-    count_N, first_N = tiles.count[picked], tiles.first[picked]
-    column_R = torch.arange(int(count_N.max()))
-    place_NR = first_N[:, None] + column_R
-    inside_NR = column_R < count_N[:, None]
-    return torch.where(inside_NR, tiles.order[torch.where(inside_NR, place_NR, 0)], -1)
-
-
-def _window(
-    position_NR: torch.Tensor,
-    block_N: torch.Tensor,
+def _tile_rows(
+    tiles: _Tiles,
+    picked: np.ndarray,
+    position_T: np.ndarray,
     window: int,
-    span: FreshSpan,
-    fresh_rows_N: torch.Tensor,
+    rows: GroupRows,
+    fields: RequestFields,
     tables: Tables | None,
-) -> tuple[Lanes, torch.Tensor]:
-    lane_NL = block_N[:, None] * TILE - window + torch.arange(TILE + window)
-    query_NR1 = position_NR[:, :, None]
-    admitted_NRL = (lane_NL[:, None] <= query_NR1) & (lane_NL[:, None] > query_NR1 - window) & (lane_NL[:, None] >= 0)
-    lanes = make_lanes(lane_NL, admitted_NRL.any(1), span, tables, ("window_kv",), fresh_rows_N)
-    return lanes, admitted_NRL
+) -> _TileRows:
+    request_N, count_N = tiles.request_N[picked], tiles.count_N[picked]
+    column_R = np.arange(count_N.max())
+    inside_NR = column_R < count_N[:, None]
+    row_NR = tiles.order[np.where(inside_NR, tiles.first_N[picked][:, None] + column_R, 0)]
+    position_NR = np.where(inside_NR, position_T[row_NR], -1)
+    fresh = FreshSpan(
+        torch.from_numpy(fields.slot_R[request_N]),
+        torch.from_numpy(fields.start_R[request_N]),
+        torch.from_numpy(rows.fresh_offset_R.numpy()[request_N]),
+    )
+    base_N = tiles.block_N[picked] * TILE - window
+    admitted_NRL = _admitted(position_NR, base_N, window)
+    lane_NL = base_N[:, None] + np.arange(TILE + window)
+    return _TileRows(
+        rows_NR=torch.from_numpy(np.where(inside_NR, row_NR, -1)),
+        position_NR=position_NR,
+        request_N=request_N,
+        fresh=fresh,
+        window=plan_lanes(lane_NL, np.any(admitted_NRL, axis=1), fresh, tables, ("window_kv",), rows.fresh_rows_N),
+        admitted_NRL=torch.from_numpy(admitted_NRL),
+    )
+
+
+def _admitted(position_NR: np.ndarray, base_N: np.ndarray, window: int) -> np.ndarray:
+    """Which window lanes a row sees, [N, R, L]: those of the `window` positions up to its own; none for padding."""
+    lane_L = np.arange(TILE + window, dtype=np.int32)
+    # Lane numbers are small; the positions themselves would take twice the memory of the largest array of a plan.
+    own_NR1 = (position_NR - base_N[:, None]).astype(np.int32)[:, :, None]
+    admitted_NRL = (lane_L <= own_NR1) & (lane_L > own_NR1 - window)
+    if base_N.min() < 0:
+        admitted_NRL &= (lane_L >= -base_N[:, None])[:, None]
+    return admitted_NRL
 
 
 def _entries(
-    position_NR: torch.Tensor,
-    ratio: int,
-    width: int,
-    index_topk: int,
-    span: FreshSpan,
-    tables: Tables | None,
+    shared: _TileRows, offset_R: np.ndarray, ratio: int, width: int, index_topk: int, tables: Tables | None
 ) -> Entries:
-    visible_NR = ((position_NR + 1) // ratio).clamp(min=0)
-    lanes = make_entry_lanes(width, visible_NR.amax(1), span, tables, ENTRY_FAMILIES[ratio])
-    return Entries(width, lanes, visible_NR, span, is_gathered(width, ratio, index_topk))
+    visible_NR = (shared.position_NR + 1) // ratio
+    span = FreshSpan(
+        shared.fresh.slot_N,
+        torch.from_numpy(shared.fresh.first_N.numpy() // ratio),
+        torch.from_numpy(offset_R[shared.request_N]),
+    )
+    lanes = make_entry_lanes(width, torch.from_numpy(visible_NR.max(1)), span, tables, ENTRY_FAMILIES[ratio])
+    return Entries(width, lanes, torch.from_numpy(visible_NR), span, is_gathered(width, ratio, index_topk))

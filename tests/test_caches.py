@@ -206,6 +206,17 @@ def test_more_rows_than_a_ring_holds_are_refused() -> None:
         caches.extend(0, 0, FRESH + 1)
 
 
+def test_a_pool_that_runs_dry_says_so_and_loses_nothing() -> None:
+    """Blocks of rows far beyond those for which the rings were made."""
+    caches = small_caches(0, False)
+    for slot in range(SLOTS):
+        caches.admit(slot, CONTEXT)
+    with pytest.raises(RuntimeError, match="pages are held by requests that run"):
+        for slot in range(SLOTS):
+            caches.extend(slot, 0, FRESH)
+    caches.check_integrity()
+
+
 def test_lost_and_shared_pages_are_seen() -> None:
     caches = small_caches(0, False)
     caches.admit(0, 100)

@@ -2,11 +2,13 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshspark.layouts.lanes import FreshSpan, make_lanes, plan_lanes
 from meshspark.layouts.pages import PageFamily, PageTable, page_families
 from meshspark.layouts.rowplan import Geometry, plan_rows
 from meshspark.layouts.rows import RequestRows, band_length, place_rows
@@ -21,6 +23,35 @@ def test_slot_is_the_formula_in_python_integers(index: int, page: int, depth: in
     physical = pages[index // page % depth]
     assert got.dtype == torch.int64
     assert got.tolist() == [-1 if physical < 0 else physical * page + index % page]
+
+
+@given(st.integers(0, 1000), st.sampled_from([1, 2, 8, 32]))
+def test_the_host_finds_the_same_slots(seed: int, page: int) -> None:
+    draw = np.random.default_rng(seed)
+    table = PageTable(page, torch.from_numpy(draw.integers(-1, 2**40, (3, 5))))
+    request, index = draw.integers(0, 3, 40), draw.integers(0, 2**20, 40)
+    got = table.host_slots(request, index)
+    assert got.dtype == np.int64
+    assert got.tolist() == table.slots(torch.from_numpy(request), torch.from_numpy(index)).tolist()
+
+
+@given(st.integers(0, 1000))
+def test_plans_find_the_lanes_that_layers_find(seed: int) -> None:
+    """The host's form beside the device's, fresh and resident lanes mixed."""
+    draw = np.random.default_rng(seed)
+    tiles, lanes = int(draw.integers(1, 5)), int(draw.integers(1, 40))
+    table = {"x": PageTable(8, torch.from_numpy(draw.permutation(60).reshape(3, 20)))}
+    index = draw.integers(-5, 150, (tiles, lanes))
+    needed = (draw.random((tiles, lanes)) < 0.7) & (index >= 0)
+    first = draw.integers(0, 150, tiles)
+    span = FreshSpan(*(torch.from_numpy(x) for x in (draw.integers(0, 3, tiles), first, draw.integers(0, 9, tiles))))
+    rows = torch.from_numpy(draw.permutation(200))
+    got = plan_lanes(index, needed, span, table, ("x",), rows)
+    want = make_lanes(torch.from_numpy(index), torch.from_numpy(needed), span, table, ("x",), rows)
+    for name in ("fresh_lane", "fresh_source", "resident_lane"):
+        assert getattr(got, name).tolist() == getattr(want, name).tolist(), name
+    assert {f: s.tolist() for f, s in got.resident.items()} == {f: s.tolist() for f, s in want.resident.items()}
+    assert (got.num_tiles, got.num_lanes) == (want.num_tiles, want.num_lanes)
 
 
 def test_int32_indices_do_not_overflow() -> None:

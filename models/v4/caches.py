@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 
 from ...layouts.page_pool import PagePool
@@ -128,9 +129,8 @@ class Caches:
 
     def _map(self, family: PageFamily, request_slot: int, held: _Held, first: int, pages: Sequence[int]) -> None:
         """Enter pages that the slot holds from now on as its logical pages first, first + 1, ..."""
-        table = self.tables[family.name].table[request_slot]
-        place = torch.arange(first, first + len(pages)) % len(table)
-        table[place] = torch.tensor(pages, dtype=torch.int64)
+        table = self.tables[family.name].host[request_slot]
+        table[np.arange(first, first + len(pages)) % len(table)] = pages
         held.mapped[family.name] = (first, first + len(pages))
 
     def extend(self, request_slot: int, start: int, count: int) -> None:
@@ -155,15 +155,17 @@ class Caches:
                 self._grow(family, request_slot, held, last)
 
     def _grow(self, family: PageFamily, request_slot: int, held: _Held, last: int) -> None:
-        pages, table = self.pages[family.name], self.tables[family.name].table[request_slot]
+        pages, table = self.pages[family.name], self.tables[family.name].host[request_slot]
         first, end = held.mapped[family.name]
         while end < last:
             if end - first == len(table):
                 pages.drop(int(table[first % len(table)]))
+                table[first % len(table)] = -1
                 first += 1
+                held.mapped[family.name] = (first, end)
             table[end % len(table)] = pages.take()
             end += 1
-        held.mapped[family.name] = (first, end)
+            held.mapped[family.name] = (first, end)
 
     def map_resident(self, request_slot: int, length: int) -> None:
         """Map all that a step at position `length` may read to pages of its own, whatever they hold; for pools that
@@ -218,7 +220,7 @@ class Caches:
         """The slot's pages of these spans of rows, each with one more holder."""
         shared = {}
         for family in families:
-            table, span = self.tables[family.name].table[request_slot], spans[family.name]
+            table, span = self.tables[family.name].host[request_slot], spans[family.name]
             logical = range(span.start // family.page, -(-span.stop // family.page))
             shared[family.name] = tuple(int(table[page % len(table)]) for page in logical)
             for page in shared[family.name]:
@@ -234,7 +236,7 @@ class Caches:
             self._give_back(family, request_slot, range(*held.mapped[family.name]))
 
     def _give_back(self, family: PageFamily, request_slot: int, logical: range) -> None:
-        table = self.tables[family.name].table[request_slot]
+        table = self.tables[family.name].host[request_slot]
         for number in logical:
             self.pages[family.name].drop(int(table[number % len(table)]))
             table[number % len(table)] = -1
