@@ -120,8 +120,19 @@ def combine(y_RD: torch.Tensor, handle: DispatchHandle, group: Group | None = No
         sent_RD = y_RD.index_select(0, arrival)
         y_SD = exchange_rows(sent_RD, handle.group, handle.recv_counts, handle.send_counts, stage=stage)
     routes = handle.rows * handle.routes_per_row
-    out = y_SD.new_zeros((routes, y_SD.shape[1])).index_copy(0, handle.order_S, y_SD)
+    out = y_SD.new_zeros((routes, y_SD.shape[1])).index_copy_(0, handle.order_S, y_SD)
     return out.view(handle.rows, handle.routes_per_row, y_SD.shape[1])
+
+
+def index_tensor(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """int64 numbers of the host on `device`; they share memory where that is the host."""
+    tensor = torch.from_numpy(numbers)
+    return tensor if device.type == "cpu" else tensor.to(device)
+
+
+def _on_host(x: torch.Tensor) -> np.ndarray:
+    numbers: np.ndarray = (x if x.device.type == "cpu" else x.cpu()).numpy()
+    return numbers
 
 
 def _sorted_routes(
@@ -131,17 +142,17 @@ def _sorted_routes(
 
     On the host: the counts are needed there, and a few routes are sorted faster than a device is asked.
     """
-    experts = indices_Tk.cpu().numpy()
+    experts = _on_host(indices_Tk)
     if valid_T is not None:
-        experts = np.where(valid_T.cpu().numpy()[:, None], experts, -1)
+        experts = np.where(_on_host(valid_T)[:, None], experts, -1)
     experts = experts.ravel()
     sent = (experts >= 0).nonzero()[0]
     chosen = experts[sent]
     counts = np.bincount(chosen, minlength=num_experts)
     if len(counts) > num_experts:
         raise ValueError(f"indices reach {len(counts) - 1}, allowed: below the {num_experts} experts")
-    order_S, sent_E = (torch.from_numpy(part) for part in (sent[chosen.argsort(kind="stable")], counts))
-    return order_S.to(indices_Tk.device), sent_E.to(indices_Tk.device), counts.tolist()
+    order_S, sent_E = (index_tensor(part, indices_Tk.device) for part in (sent[chosen.argsort(kind="stable")], counts))
+    return order_S, sent_E, counts.tolist()
 
 
 def _regroup(recv: list[list[int]], device: torch.device) -> torch.Tensor:
@@ -183,16 +194,15 @@ def _move(
 ) -> Dispatched:
     """The rows themselves, by the way that fits their size; all ranks choose the same."""
     row_S = handle.order_S // handle.routes_per_row
-    sent = {
-        "x": x_TD.index_select(0, row_S),
-        "weight": weights_Tk.reshape(-1).index_select(0, handle.order_S).unsqueeze(1),
-        "route": handle.order_S.unsqueeze(1),
-    }
-    if scale_T is not None:
-        sent["scale"] = scale_T[row_S].unsqueeze(1)
+    x_SD, weight_S = x_TD.index_select(0, row_S), weights_Tk.reshape(-1).index_select(0, handle.order_S)
+    scale_S = None if scale_T is None else scale_T.index_select(0, row_S)
     if handle.group.size == 1:
-        got = sent  # one rank's routes are sorted by expert already
-    elif needs_gradient:
+        # One rank's routes are sorted by expert already.
+        return Dispatched(handle, x_SD, weight_S, scale_S, handle.expert_counts, handle.order_S)
+    sent = {"x": x_SD, "weight": weight_S.unsqueeze(1), "route": handle.order_S.unsqueeze(1)}
+    if scale_S is not None:
+        sent["scale"] = scale_S.unsqueeze(1)
+    if needs_gradient:
         got = _separate(sent, handle, stage)
     elif most_rows * sum(part.shape[1] * part.itemsize for part in sent.values()) <= PACK_LIMIT_BYTES:
         got = _packed(sent, handle, stage)

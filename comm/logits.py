@@ -21,7 +21,7 @@ def gather_asked(hidden_AH: torch.Tensor, counts: Sequence[int], group: Group, *
             f"is the {hidden_AH.shape[0]} rows given"
         )
     most = max(counts)
-    if group.size == 1 or most == 0:
+    if group.size == 1:
         return hidden_AH
     padded = hidden_AH
     if hidden_AH.shape[0] < most:

@@ -1,9 +1,12 @@
 """Products and elementwise functions whose bits for one row do not depend on the other rows.
 
 Torch's sigmoid, silu, softplus and exp2 give an element other bits in the vector body of a loop than in its
-scalar tail; exp, log1p, sqrt, rsqrt, softmax and row sums do not. So the first are spelled with the second,
-here and nowhere else. FP32 matrix products on CPUs change a row's bits at row counts that are not a multiple of 4.
+scalar tail; exp, log1p, sqrt, rsqrt, addcmul, addcdiv, softmax, norms and row sums do not. So the first are spelled
+with the second, here and nowhere else. FP32 matrix products on CPUs change a row's bits at row counts that are not
+a multiple of 4.
 """
+
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +18,29 @@ SMALL_PRODUCT = 400
 """Matrices of fewer numbers take another way through a batched product than through one of their own."""
 
 
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in dtype. Small steps are bound by the number of calls, and most casts of a mode change nothing."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+@lru_cache
+@torch.inference_mode(False)
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """These numbers as a tensor that every caller shares and nobody mutates."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def sigmoid_inverse(x: torch.Tensor) -> torch.Tensor:
+    """1 / sigmoid(x), for those that divide."""
+    return x.neg().exp_() + 1
+
+
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return (torch.exp(-x) + 1).reciprocal_()
+    return sigmoid_inverse(x).reciprocal_()
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    return x / (torch.exp(-x) + 1)
+    return x / sigmoid_inverse(x)
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +72,8 @@ def tile_product(a_NMK: torch.Tensor, b_NKL: torch.Tensor) -> torch.Tensor:
 
 def mean_square_rsqrt(x: torch.Tensor, eps: float) -> torch.Tensor:
     """rsqrt(mean of squares over the last dim + eps), that dim kept with size 1; x is in a wide dtype."""
-    return (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(constant((eps,), x.dtype, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
 def rms_norm(x: torch.Tensor, gain: torch.Tensor | None, eps: float, out: torch.dtype) -> torch.Tensor:
@@ -60,6 +81,6 @@ def rms_norm(x: torch.Tensor, gain: torch.Tensor | None, eps: float, out: torch.
 
     Without a gain x must be wide already. model.md 2.1.
     """
-    wide = x if gain is None else x.to(gain.dtype)
+    wide = x if gain is None else cast(x, gain.dtype)
     normed = wide * mean_square_rsqrt(wide, eps)
-    return (normed if gain is None else normed.mul_(gain)).to(out)
+    return cast(normed if gain is None else normed.mul_(gain), out)

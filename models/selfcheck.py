@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 from ..comm.agreement import agree
 from ..layouts.bits import same_bits
-from ..layouts.tiles import TILE
+from ..layouts.tiles import DENSE_LIMIT, MIN_WIDTH, TILE
 from ..parallel.groups import Groups
-from .functions import ROW_MULTIPLE, SMALL_PRODUCT, row_linear, tile_product
+from .functions import ROW_MULTIPLE, SMALL_PRODUCT, mean_square_rsqrt, row_linear, sigmoid_inverse, tile_product
 from .numerics import BFLOAT16, FLOAT32, Numerics
 from .v4.config import V4Config, tiny
 from .v4.hyper import sinkhorn
@@ -83,6 +83,12 @@ def _products(config: V4Config, modes: tuple[Numerics, ...]) -> Iterator[tuple[s
     yield from _attention_products(config, noise)
     h = config.hc_mult
     yield "sinkhorn", (lambda x: sinkhorn(x, config.hc_sinkhorn_iters, config.hc_eps), noise(LARGE_ROWS, h, h))
+    for width in (config.hidden_size, h * config.hidden_size, config.head_dim, config.q_lora_rank):
+        yield f"norm {width}", (lambda x: mean_square_rsqrt(x, config.rms_norm_eps), noise(LARGE_ROWS, width))
+    # As wide as the mixing logits, so that rows end inside of a vector.
+    gates = noise(LARGE_ROWS, 2 * h + h * h)
+    yield "gates", (lambda x: torch.addcdiv(x[0] * 0 + 1, x[0] * 0 + 2, sigmoid_inverse(x)), gates)
+    yield "logits", (lambda x: torch.addcmul(x[0] * 0 + 1, x, x), gates)
     streams = noise(LARGE_ROWS, h, h + config.hidden_size)
     yield "stream mixing", (lambda x: torch.baddbmm(2 * x[:, :, h:], x[:, :, :h].mT, x[:, :, h:]), streams)
     yield "stream collapse", (lambda x: torch.bmm(x[:, :1, :h], x[:, :, h:]), streams)
@@ -172,7 +178,8 @@ def _groups_apart(x_GRI: torch.Tensor, weights_GIO: torch.Tensor, groups: torch.
 
 def _attention_products(config: V4Config, noise: Callable[..., torch.Tensor]) -> Iterator[tuple[str, Product]]:
     """Scores, softmax and values of a tile, its rows taken in other numbers."""
-    for lanes in (TILE + config.sliding_window, 4 * config.index_topk):
+    shared = TILE + config.sliding_window
+    for lanes in (shared, shared + MIN_WIDTH, shared + DENSE_LIMIT * config.index_topk, config.index_topk):
         keys = noise(1, lanes, config.head_dim)
 
         def scores(q: torch.Tensor, k: torch.Tensor = keys) -> torch.Tensor:

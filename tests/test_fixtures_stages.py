@@ -120,6 +120,10 @@ def _neighbour_slot(fill):
     return moved
 
 
+def _one_position_earlier(entries):
+    return lambda tile, *rest: entries(dataclasses.replace(tile, position_NR=tile.position_NR - 1), *rest)
+
+
 def _other_source_rank(publish):
     return lambda heads, group, stage: publish(heads, group, stage=stage).roll(len(heads), 0)
 
@@ -149,8 +153,8 @@ def _invalid_rows_travel(dispatch):
 PLANTS = {
     "embedding": [("rows", _patched(model.Model, "__init__", _next_row_of_table))],
     "metadata": [
-        ("window 0", _patched(tiles, "_window", lambda f: lambda p, b, w, *rest: f(p, b, w - 1, *rest))),
-        ("visible hca_kv", _patched(tiles, "_entries", lambda f: lambda p, *rest: f(p - 1, *rest))),
+        ("window 0", _patched(tiles, "_admitted", lambda f: lambda p, b, w: f(p, b, w) & f(p + 1, b, w))),
+        ("visible hca_kv", _patched(tiles, "_entries", _one_position_earlier)),
         ("visible csa_kv", _patched(entry_lanes.EntryLanes, "fill", _neighbour_slot)),
     ],
     "rmsnorm": [("normed", _patched(functions, "mean_square_rsqrt", lambda f: lambda x, eps: f(2 * x, eps)))],
@@ -186,7 +190,7 @@ PLANTS = {
         ("heads", _patched(lanes.Lanes, "fill", _neighbour_slot)),
     ],
     "attend-csa": [("heads", _patched(attention, "select", _ties_to_highest_index))],
-    "attend-hca": [("heads", _patched(tiles, "_entries", lambda f: lambda p, *rest: f(p - 1, *rest)))],
+    "attend-hca": [("heads", _patched(tiles, "_entries", _one_position_earlier))],
     "o-proj": [("rows travel", _patched(projections, "publish_heads", _other_source_rank))],
     "gate": [
         ("experts learned", _patched(moe.LearnedRouter, "forward", _ties_to_highest_expert)),

@@ -229,7 +229,7 @@ def test_what_does_not_fit_waits_and_what_never_fits_is_refused() -> None:
     model = single_model("tiny", MODE)
     with pytest.raises(ValueError, match="cache budget is 1 bytes, allowed: ") as refused:
         Engine(model, requests=4, max_context=512, prefill_rows=64, cache_bytes=1, prefix_points=0)
-    least = int(re.findall(r"[\d,]+", str(refused.value))[1].replace(",", ""))
+    least = int(re.findall(r"\d[\d,]*", str(refused.value))[1].replace(",", ""))
     engine = Engine(model, requests=4, max_context=512, prefill_rows=64, cache_bytes=least, prefix_points=0)
     with pytest.raises(ValueError, match="513 positions, allowed: max_context 512"):
         engine.add_request([5] * 500, SamplingParams(13))

@@ -4,7 +4,7 @@ Legend: T local rows, N tiles, R rows of a tile, A heads, D head dim, L window l
 K entries a row attends when they are gathered, X fresh rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,7 +21,7 @@ from ...layouts.tiles import (
     is_gathered,
     most_tiles,
 )
-from ..functions import tile_product
+from ..functions import cast, tile_product
 from ..numerics import Numerics
 from .config import V4Config
 from .indexer import SELECT_ELEMENTS, lane_scores, select, selected_entries
@@ -50,6 +50,29 @@ class IndexInputs:
     topk: int
 
 
+@dataclass(frozen=True)
+class RowMask:
+    """Of a batch of tiles: rows [N * R] with 0 for padding, and where a row does not see a window lane [N, R, 1, L]."""
+
+    rows_X: torch.Tensor
+    hidden_NR1L: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TileMasks:
+    """The row masks of a step's batches, each made by the first layer that needs it. By the identity of the plan's
+    tensors, which ratios share; for one plan only."""
+
+    made: dict[int, RowMask] = field(default_factory=dict)
+
+    def of(self, batch: TileBatch) -> RowMask:
+        key = id(batch.window_admitted_NRL)
+        if key not in self.made:
+            hidden_NR1L = batch.window_admitted_NRL.logical_not().unsqueeze(2)
+            self.made[key] = RowMask(batch.rows_NR.clamp(min=0).flatten(), hidden_NR1L)
+        return self.made[key]
+
+
 def attend(
     q_TAD: torch.Tensor,
     window: KeySource,
@@ -58,14 +81,17 @@ def attend(
     sink_A: torch.Tensor,
     tiles: TileSet,
     tables: Tables | None,
+    masks: TileMasks | None = None,
 ) -> torch.Tensor:
     """Attention output [T, A, D] in q's (wide) dtype; zero for padding rows. model.md 4.1, 4.2.
 
-    Keys are values. The scale is D^-0.5; the sink joins the denominator only.
+    Keys are values. The scale is D^-0.5; the sink joins the denominator only. masks: kept from layer to layer of a
+    step; mutated.
     """
     outputs = [q_TAD.new_zeros(1, *q_TAD.shape[1:])]
     for batch in tiles.batches:
-        outputs.append(_attend_batch(q_TAD, window, entries, index, sink_A, batch, tables))
+        mask = (TileMasks() if masks is None else masks).of(batch)
+        outputs.append(_attend_batch(q_TAD, window, entries, index, sink_A, batch, mask, tables))
     return torch.cat(outputs).index_select(0, tiles.place_T)
 
 
@@ -76,34 +102,37 @@ def _attend_batch(
     index: IndexInputs | None,
     sink_A: torch.Tensor,
     batch: TileBatch,
+    mask: RowMask,
     tables: Tables | None,
 ) -> torch.Tensor:
     """Output [N * R, A, D] of a batch of tiles. Keys that a tile shares are made once, for all parts of its rows."""
     N, R = batch.rows_NR.shape
     wide = q_TAD.dtype
-    shared = [(batch.window.fill(window.fresh_XD, window.pool_SD, window.family).to(wide), batch.window_admitted_NRL)]
+    keys_NLD, hidden_NR1L = batch.window.fill(window.fresh_XD, window.pool_SD, window.family), mask.hidden_NR1L
     chosen_NRK = None
     if batch.entries is not None and entries is not None:
-        mask_NRE = _admitted(index, batch, batch.entries)
         if index is not None and batch.entries.gathered:
-            chosen_NRK = selected_entries(mask_NRE, index.topk)
+            chosen_NRK = selected_entries(selection(index, batch, batch.entries), index.topk)
         else:
             keys_NED = batch.entries.lanes.fill(entries.fresh_XD, entries.pool_SD, entries.family)
-            shared.append((keys_NED.to(wide), mask_NRE))
-    lanes = sum(keys.shape[1] for keys, _ in shared)
+            keys_NLD = torch.cat((keys_NLD, keys_NED), dim=1)
+            del keys_NED
+            hidden_NR1L = torch.cat((hidden_NR1L, _hidden(index, batch, batch.entries)), dim=3)
+    keys_NLD, lanes = cast(keys_NLD, wide), keys_NLD.shape[1]
     own = 0 if chosen_NRK is None else chosen_NRK.shape[2]
     outputs = []
     for part in row_parts(N, R, q_TAD.shape[1], q_TAD.shape[2], lanes, own):
-        rows_NR = batch.rows_NR[:, part]
-        q_XAD = q_TAD.index_select(0, rows_NR.clamp(min=0).flatten())
-        q_NRAD = q_XAD.mul_(q_XAD.shape[2] ** -0.5).unflatten(0, rows_NR.shape)
-        blocks = [_shared_keys(q_NRAD, keys_NLD, mask_NRL[:, part]) for keys_NLD, mask_NRL in shared]
+        taken = part.stop - part.start
+        rows_X = mask.rows_X if taken == R else mask.rows_X.view(N, R)[:, part].flatten()
+        q_XAD = q_TAD.index_select(0, rows_X).mul_(q_TAD.shape[2] ** -0.5)
+        q_NRAD = q_XAD.view(N, taken, *q_TAD.shape[1:])
+        blocks = [_shared_keys(q_NRAD, keys_NLD, hidden_NR1L if taken == R else hidden_NR1L[:, part])]
         if chosen_NRK is not None and entries is not None and batch.entries is not None:
             own_NRK = chosen_NRK[:, part]
-            keys_BKD = _gather_rows(own_NRK, entries, batch.entries.span, tables).to(wide)
-            blocks.append(_own_keys(q_NRAD, keys_BKD, own_NRK >= 0))
+            keys_BKD = cast(_gather_rows(own_NRK, entries, batch.entries.span, tables), wide)
+            blocks.append(_own_keys(q_NRAD, keys_BKD, (own_NRK < 0).unsqueeze(2)))
         outputs.append(_mix(blocks, sink_A))
-    return torch.cat(outputs, dim=1).flatten(0, 1)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).flatten(0, 1)
 
 
 def row_parts(tiles: int, rows: int, heads: int, head_dim: int, lanes: int, own: int) -> list[slice]:
@@ -129,30 +158,34 @@ class _KeyBlock:
         return tile_product(rows, self.key_BLD).view(*probability_NRAL.shape[:3], -1)
 
 
-def _shared_keys(q_NRAD: torch.Tensor, key_NLD: torch.Tensor, mask_NRL: torch.Tensor) -> _KeyBlock:
-    scores = tile_product(q_NRAD.flatten(1, 2), key_NLD.transpose(1, 2)).unflatten(1, q_NRAD.shape[1:3])
-    return _KeyBlock(scores.masked_fill_(~mask_NRL[:, :, None], float("-inf")), key_NLD)
+def _shared_keys(q_NRAD: torch.Tensor, key_NLD: torch.Tensor, hidden_NR1L: torch.Tensor) -> _KeyBlock:
+    scores = tile_product(q_NRAD.flatten(1, 2), key_NLD.mT).view(*q_NRAD.shape[:3], -1)
+    return _KeyBlock(scores.masked_fill_(hidden_NR1L, float("-inf")), key_NLD)
 
 
-def _own_keys(q_NRAD: torch.Tensor, key_BKD: torch.Tensor, mask_NRK: torch.Tensor) -> _KeyBlock:
-    scores = tile_product(q_NRAD.flatten(0, 1), key_BKD.transpose(1, 2)).unflatten(0, q_NRAD.shape[:2])
-    return _KeyBlock(scores.masked_fill_(~mask_NRK[:, :, None], float("-inf")), key_BKD)
+def _own_keys(q_NRAD: torch.Tensor, key_BKD: torch.Tensor, hidden_NR1K: torch.Tensor) -> _KeyBlock:
+    scores = tile_product(q_NRAD.flatten(0, 1), key_BKD.mT).view(*q_NRAD.shape[:3], -1)
+    return _KeyBlock(scores.masked_fill_(hidden_NR1K, float("-inf")), key_BKD)
 
 
 def _mix(blocks: list[_KeyBlock], sink_A: torch.Tensor) -> torch.Tensor:
     """One softmax over the lanes of all blocks and the sink, and the mix of their keys, [N, R, A, D]."""
     scores = [block.scores_NRAL for block in blocks]
-    sink_NRA1 = sink_A.to(scores[0].dtype).expand(scores[0].shape[:3])[..., None]
+    sink_NRA1 = cast(sink_A, scores[0].dtype).unsqueeze(1).expand(*scores[0].shape[:3], 1)
     probability = torch.softmax(torch.cat([*scores, sink_NRA1], dim=3), dim=3)
-    parts = probability.split([*(s.shape[3] for s in scores), 1], dim=3)
+    parts = probability.split_with_sizes([*(s.shape[3] for s in scores), 1], dim=3)
     output = blocks[0].values(parts[0])
     for block, part in zip(blocks[1:], parts[1:], strict=False):
         output = output + block.values(part)
     return output
 
 
-def _admitted(index: IndexInputs | None, batch: TileBatch, entries: Entries) -> torch.Tensor:
-    return entries.admitted_NRE if index is None or entries.width <= index.topk else selection(index, batch, entries)
+def _hidden(index: IndexInputs | None, batch: TileBatch, entries: Entries) -> torch.Tensor:
+    """Where a row does not attend an entry, bool [N, R, 1, E]; made anew at every use: it grows with context."""
+    if index is not None and entries.width > index.topk:
+        return selection(index, batch, entries).logical_not().unsqueeze(2)
+    visible_NR11 = entries.visible_NR.view(*entries.visible_NR.shape, 1, 1)
+    return torch.arange(entries.width, device=visible_NR11.device) >= visible_NR11
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ Legend: T local rows, G group rows, h streams, H hidden, D head dim, E entries c
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,7 +16,7 @@ from ...parallel.groups import Groups
 from ..functions import rms_norm
 from ..numerics import Numerics
 from ..stages import StageClock
-from .attention import IndexInputs, KeySource, attend
+from .attention import IndexInputs, KeySource, TileMasks, attend
 from .caches import Caches
 from .compressor import CompressorWeights, pool_entries, project, state_rows
 from .config import V4Config
@@ -31,7 +31,8 @@ from .weight_prefetch import WeightPrefetch
 @dataclass(frozen=True)
 class StepContext:
     """What all layers of one step share. rotation: by frequency set (0 plain, 1 compressed), of the local rows;
-    entry_rotation: by ratio, of the entries completed in the step. valid, token and position of rows."""
+    entry_rotation: by ratio, of the entries completed in the step. head_rotation: `rotation` for rows with heads.
+    valid (None: all are), token and position of rows. masks: what attention keeps for the next layer."""
 
     config: V4Config
     numerics: Numerics
@@ -41,13 +42,15 @@ class StepContext:
     tables: Tables | None
     payloads: Mapping[str, Payload]
     rotation: Mapping[int, Rotation]
+    head_rotation: Mapping[int, Rotation]
     entry_rotation: Mapping[int, Rotation]
     token_T: torch.Tensor
-    valid_T: torch.Tensor
+    valid_T: torch.Tensor | None
     position_G: torch.Tensor
     clock: StageClock
     gather_weights: bool
     prefetch: WeightPrefetch | None = None
+    masks: TileMasks = field(default_factory=TileMasks)
 
     def pool(self, family: str, place: int) -> torch.Tensor | None:
         return None if self.caches is None else self.caches.pool(family, place)
@@ -67,10 +70,11 @@ class AttentionLayer:
 
     def forward(self, x_TH: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Attention output [T, H] of the normed local rows; writes the group's rows to the caches at its end."""
-        config, rotation = step.config, step.rotation[min(self.ratio, 1)]
+        config, kind = step.config, min(self.ratio, 1)
+        rotation, head_rotation = step.rotation[kind], step.head_rotation[kind]
         with step.clock("qkv"):
             latent_TR = query_latent(x_TH, self.projections, config)
-            q_TAD = queries(latent_TR, self.projections, config, rotation)
+            q_TAD = queries(latent_TR, self.projections, config, head_rotation)
             fields = self._context_rows(x_TH, step, rotation)
         with step.clock("gather"):
             fields = self._gather(fields, step)
@@ -79,13 +83,14 @@ class AttentionLayer:
         index = None
         if self.indexer is not None:
             with step.clock("index"):
-                q_TID, head_TI = index_queries(x_TH, latent_TR, self.indexer, config, rotation)
+                q_TID, head_TI = index_queries(x_TH, latent_TR, self.indexer, config, head_rotation)
                 keys = KeySource("csa_index", written["csa_index"], step.pool("csa_index", self.place))
                 index = IndexInputs(q_TID, head_TI, keys, config.index_topk)
         with step.clock("attend"):
             window = KeySource("window_kv", written["window_kv"], step.pool("window_kv", self.layer))
-            o_TAD = attend(q_TAD, window, entries, index, self.sink, step.plan.tiles[self.ratio], step.tables)
-            o_TAD = rotate(o_TAD, *(r.unsqueeze(1) for r in rotation), inverse=True)
+            tiles = step.plan.tiles[self.ratio]
+            o_TAD = attend(q_TAD, window, entries, index, self.sink, tiles, step.tables, step.masks)
+            o_TAD = rotate(o_TAD, *head_rotation, inverse=True)
         self._write(written, step)
         with step.clock("publish"):
             shards = None if step.prefetch is None else step.prefetch.take(self.layer)

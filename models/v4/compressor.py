@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...layouts.rowplan import Boundaries
-from ..functions import rms_norm, row_linear
+from ..functions import cast, rms_norm, row_linear
 from .projections import Rotation
 from .rope import rotate
 
@@ -34,7 +34,7 @@ class CompressorWeights:
 
 def project(x_TH: torch.Tensor, weights: CompressorWeights) -> tuple[torch.Tensor, torch.Tensor]:
     """(value, score) [T, C] of each row, in the accumulation dtype; the score is still without its ape."""
-    wide_TH = x_TH.to(weights.wkv.dtype)
+    wide_TH = cast(x_TH, weights.wkv.dtype)
     return row_linear(wide_TH, weights.wkv), row_linear(wide_TH, weights.wgate)
 
 
@@ -70,7 +70,7 @@ def pool_entries(
     score_EPC = score_EPC.masked_fill(~boundaries.present_EP[:, :, None], float("-inf"))
     pooled_ED = (torch.softmax(score_EPC, dim=1) * value_EPC).sum(1)
     normed_ED = rms_norm(pooled_ED, weights.norm, eps, weights.norm.dtype)
-    return rotate(normed_ED, *rotation_E).to(out)
+    return cast(rotate(normed_ED, *rotation_E), out)
 
 
 def _overlap(lanes_EPC: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from ..functions import mean_square_rsqrt, missing_rows, row_linear, sigmoid
+from ..functions import cast, constant, mean_square_rsqrt, missing_rows, row_linear, sigmoid, sigmoid_inverse
 from .config import V4Config
 
 
@@ -24,41 +24,47 @@ class HyperWeights:
 
 
 def _mixing(streams_ThH: torch.Tensor, weights: HyperWeights, config: V4Config) -> torch.Tensor:
-    flat_TI = streams_ThH.flatten(1).to(weights.fn.dtype)
+    flat_TI = cast(streams_ThH.flatten(1), weights.fn.dtype)
     return row_linear(flat_TI, weights.fn) * mean_square_rsqrt(flat_TI, config.rms_norm_eps)
 
 
 def _collapse(pre_Th: torch.Tensor, streams_ThH: torch.Tensor, out: torch.dtype) -> torch.Tensor:
-    return torch.bmm(pre_Th.unsqueeze(1), streams_ThH.to(pre_Th.dtype)).squeeze(1).to(out)
+    return cast(torch.bmm(pre_Th.unsqueeze(1), cast(streams_ThH, pre_Th.dtype)).squeeze(1), out)
 
 
 def sinkhorn(logits_Thh: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Near doubly stochastic mixing matrices [T, h, h]: softmax over the last axis, then columns and rows in
     turn, ending on columns."""
     num_rows, h, _ = logits_Thh.shape
-    mix_TM = torch.softmax(logits_Thh, dim=-1).view(num_rows, h * h) + eps
-    # A last column of ones carries eps. A product with ones and zeros then puts a line's sum, eps included, under
-    # each of its members, and 1 under the ones: two calls a turn.
-    mix_TN = F.pad(mix_TM, (0, 1, 0, missing_rows(num_rows, mix_TM)), value=1.0)
-    rows_NN, columns_NN = _line_sums(h, eps, mix_TN.dtype, mix_TN.device)
+    mix_TM = torch.softmax(logits_Thh, dim=-1).view(num_rows, h * h)
+    extra = missing_rows(num_rows, mix_TM)
+    if extra:
+        mix_TM = F.pad(mix_TM, (0, 0, 0, extra))
+    rows_NN, columns_NN, unit_MN, eps_N = _line_sums(h, eps, mix_TM.dtype, mix_TM.device)
+    # Adds eps, and a last column of ones that carries eps. A product with ones and zeros then puts a line's sum, eps
+    # included, under each of its members, and 1 under the ones: two calls a turn.
+    mix_TN = torch.addmm(eps_N, mix_TM, unit_MN)
     mix_TN = mix_TN.div_(torch.mm(mix_TN, columns_NN))
     for _ in range(iterations - 1):
         mix_TN = mix_TN.div_(torch.mm(mix_TN, rows_NN))
         mix_TN = mix_TN.div_(torch.mm(mix_TN, columns_NN))
-    return mix_TN[:num_rows].narrow(1, 0, h * h).view(num_rows, h, h)
+    mix_TM = mix_TN.narrow(1, 0, h * h)
+    return (mix_TM[:num_rows] if extra else mix_TM).view(num_rows, h, h)
 
 
 @lru_cache
 @torch.inference_mode(False)
 def _line_sums(h: int, eps: float, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Two matrices [h*h + 1, h*h + 1]: a flat h x h matrix and a 1 -> sums of its rows, or columns, + eps, and 1."""
+    """Two matrices [h*h + 1, h*h + 1]: a flat h x h matrix and a 1 -> sums of its rows, or columns, + eps, and 1.
+    And what makes these rows of flat matrices: a unit matrix [h*h, h*h + 1], and eps in all columns but a last 1."""
     unit, ones = torch.eye(h, dtype=dtype), torch.ones(h, h, dtype=dtype)
     lines = []
     for sums in (torch.kron(unit, ones), torch.kron(ones, unit)):
         whole = F.pad(sums, (0, 1, 0, 1))
         whole[-1, :-1], whole[-1, -1] = eps, 1
         lines.append(whole.to(device))
-    return tuple(lines)
+    start = torch.cat((torch.full((h * h,), eps, dtype=dtype), torch.ones(1, dtype=dtype)))
+    return *lines, torch.eye(h * h, h * h + 1, dtype=dtype).to(device), start.to(device)
 
 
 @lru_cache
@@ -75,10 +81,14 @@ def hc_pre(
     h = config.hc_mult
     mixing_TM = _mixing(streams_ThH, weights, config)
     scale_M = weights.scale.index_select(0, _parts(h, mixing_TM.device))
-    gates_TM, logits_TM = (mixing_TM * scale_M).add_(weights.base).split((2 * h, h * h), dim=1)
-    pre_Th, post_Th = sigmoid(gates_TM).chunk(2, dim=1)
+    gates_TM, logits_TM = torch.addcmul(weights.base, mixing_TM, scale_M).split_with_sizes((2 * h, h * h), dim=1)
+    # sigmoid + eps, and twice sigmoid.
+    gates_TM = sigmoid_inverse(gates_TM)
+    offset_M = constant((config.hc_eps,) * h + (0.0,) * h, gates_TM.dtype, gates_TM.device)
+    factor_M = constant((1.0,) * h + (2.0,) * h, gates_TM.dtype, gates_TM.device)
+    pre_Th, post_Th = torch.addcdiv(offset_M, factor_M, gates_TM).chunk(2, dim=1)
     mix_Thh = sinkhorn(logits_TM.unflatten(1, (h, h)), config.hc_sinkhorn_iters, config.hc_eps)
-    return _collapse(pre_Th + config.hc_eps, streams_ThH, out), 2 * post_Th, mix_Thh
+    return _collapse(pre_Th, streams_ThH, out), post_Th, mix_Thh
 
 
 def hc_post(
@@ -86,8 +96,8 @@ def hc_post(
 ) -> torch.Tensor:
     """Streams after a sub-layer: new[k] = post[k] * y + sum over j of mix[j, k] * old[j]; dtype of the streams."""
     wide = mix_Thh.dtype
-    added_ThH = post_Th.unsqueeze(2) * y_TH.to(wide).unsqueeze(1)
-    return torch.baddbmm(added_ThH, mix_Thh.mT, streams_ThH.to(wide)).to(streams_ThH.dtype)
+    added_ThH = post_Th.unsqueeze(2) * cast(y_TH, wide).unsqueeze(1)
+    return cast(torch.baddbmm(added_ThH, mix_Thh.mT, cast(streams_ThH, wide)), streams_ThH.dtype)
 
 
 def hc_head(streams_ThH: torch.Tensor, weights: HyperWeights, config: V4Config, out: torch.dtype) -> torch.Tensor:

@@ -9,10 +9,10 @@ import torch
 
 from ...layouts.entry_lanes import EntryLanes
 from ...layouts.tiles import SCORE_LANES
-from ..functions import row_linear, tile_product
+from ..functions import cast, row_linear, tile_product
 from .compressor import CompressorWeights
 from .config import V4Config
-from .projections import Rotation
+from .projections import Rotation, by_head
 from .rope import rotate
 
 SELECT_ELEMENTS = 1 << 22
@@ -37,10 +37,10 @@ def index_queries(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(queries [T, I, D], head weights [T, I]) in the accumulation dtype; the weights carry both scale factors."""
     wide = weights.compressor.norm.dtype
-    q_TID = row_linear(latent_TR, weights.wq_b).unflatten(1, (config.index_n_heads, config.index_head_dim))
+    q_TID = row_linear(latent_TR, weights.wq_b).view(-1, config.index_n_heads, config.index_head_dim)
     scale = config.index_n_heads**-0.5 * config.index_head_dim**-0.5
-    head_TI = row_linear(x_TH, weights.weights_proj).to(wide) * scale
-    return rotate(q_TID, *(r[:, None] for r in rotation)).to(wide), head_TI
+    head_TI = cast(row_linear(x_TH, weights.weights_proj), wide) * scale
+    return cast(rotate(q_TID, *by_head(rotation)), wide), head_TI
 
 
 def index_scores(q_NRID: torch.Tensor, head_NRI: torch.Tensor, key_NED: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def lane_scores(q_NRID: torch.Tensor, head_NRI: torch.Tensor, lanes: EntryLanes,
 
 def _score(q_NRID: torch.Tensor, head_NRI: torch.Tensor, key_NLD: torch.Tensor) -> torch.Tensor:
     N, R, heads, _ = q_NRID.shape
-    dots = tile_product(q_NRID.flatten(1, 2), key_NLD.transpose(1, 2).to(q_NRID.dtype))
+    dots = tile_product(q_NRID.flatten(1, 2), cast(key_NLD.mT, q_NRID.dtype))
     return dots.view(N, R, heads, -1).relu_().mul_(head_NRI[..., None]).sum(2)
 
 

@@ -29,7 +29,7 @@ from .indexer import IndexerWeights
 from .integrity import check_unique
 from .moe import make_moe
 from .pools import CacheShape
-from .projections import ProjectionWeights
+from .projections import ProjectionWeights, by_head
 from .rope import angles, frequencies, spread
 from .weight_prefetch import WeightPrefetch
 
@@ -207,6 +207,8 @@ class Model:
     ) -> StepContext:
         """What all layers of a step share; `plan` is on the model's device."""
         position_T, wide = plan.local(plan.rows.position_G), self.numerics.accumulation
+        valid_T = plan.local(plan.rows.valid_G)
+        rotation = {kind: angles(position_T, self._frequencies[4 * kind], wide) for kind in (0, 1)}
         return StepContext(
             config=self.config,
             numerics=self.numerics,
@@ -215,13 +217,14 @@ class Model:
             caches=caches,
             tables=None if caches is None else caches.lookup(self.embed.device),
             payloads=self._payloads,
-            rotation={kind: angles(position_T, self._frequencies[4 * kind], wide) for kind in (0, 1)},
+            rotation=rotation,
+            head_rotation={kind: by_head(parts) for kind, parts in rotation.items()},
             entry_rotation={
                 ratio: angles(boundaries.start_E, self._frequencies[4], wide)
                 for ratio, boundaries in plan.boundaries.items()
             },
             token_T=plan.local(plan.rows.token_G),
-            valid_T=plan.local(plan.rows.valid_G),
+            valid_T=None if bool(valid_T.all()) else valid_T,
             position_G=plan.rows.position_G,
             clock=self.clock,
             gather_weights=gather_weights,

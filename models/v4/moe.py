@@ -11,9 +11,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ...comm.experts import combine, dispatch
+from ...comm.experts import combine, dispatch, index_tensor
 from ...parallel.groups import Group
-from ..functions import ROW_MULTIPLE, SMALL_PRODUCT, row_linear, silu, softplus
+from ..functions import ROW_MULTIPLE, SMALL_PRODUCT, cast, row_linear, silu, softplus
 from .config import V4Config
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -37,7 +37,7 @@ def _weigh(scores_TE: torch.Tensor, indices_Tk: torch.Tensor, factor: float) -> 
 
 def gate_scores(x_TH: torch.Tensor, gate_EH: torch.Tensor) -> torch.Tensor:
     """sqrt(softplus(gate logits)) [T, E] in the gate's (wide) dtype."""
-    return softplus(row_linear(x_TH.to(gate_EH.dtype), gate_EH)).sqrt_()
+    return softplus(row_linear(cast(x_TH, gate_EH.dtype), gate_EH)).sqrt_()
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class LearnedRouter:
 
     def forward(self, x_TH: torch.Tensor, token_ids: torch.Tensor | None = None) -> Routing:
         scores_TE = gate_scores(x_TH, self.gate)
-        ranked = torch.sort(scores_TE.detach() + self.bias, dim=1, descending=True, stable=True).indices
-        indices_Tk = ranked[:, : self.num_experts_per_tok]
+        ranked = torch.sort(scores_TE + self.bias, dim=1, descending=True, stable=True).indices
+        indices_Tk = ranked.narrow(1, 0, self.num_experts_per_tok)
         return scores_TE, indices_Tk, _weigh(scores_TE, indices_Tk, self.routed_scaling_factor)
 
 
@@ -83,7 +83,7 @@ class ExpertWeights:
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
     """silu(min(gate, limit)) * clamp(up, -limit, limit): the gate is clamped from above only."""
-    return silu(torch.clamp(gate, max=limit)) * torch.clamp(up, -limit, limit)
+    return silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
 
 
 def grouped_linear(x_RI: torch.Tensor, weights_XOI: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -117,12 +117,12 @@ def batch_rows(counts: Sequence[int], inputs: int, outputs: int) -> int:
 
 def _batch_places(counts: Sequence[int], rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(sorted row behind each of X * rows places, place of each sorted row); idle places repeat some row."""
-    count_X1 = np.array(counts, dtype=np.int64)[:, None]
-    first_X1 = count_X1.cumsum(axis=0) - count_X1
-    lane_P = np.arange(rows)
-    source_XP = np.minimum(first_X1 + lane_P, sum(counts) - 1)
-    place_R = (lane_P < count_X1).ravel().nonzero()[0]
-    return torch.from_numpy(source_XP.ravel()).to(device), torch.from_numpy(place_R).to(device)
+    count_X, row_R = np.array(counts, dtype=np.int64), np.arange(sum(counts))
+    shift_X = np.arange(0, rows * len(counts), rows) + count_X - count_X.cumsum()
+    place_R = shift_X.repeat(count_X) + row_R
+    source = np.zeros(rows * len(counts), dtype=np.int64)
+    source[place_R] = row_R
+    return index_tensor(source, device), index_tensor(place_R, device)
 
 
 def routed_experts(
@@ -136,10 +136,10 @@ def routed_experts(
     rows = batch_rows(counts, *experts.w1.shape[1:])
     if rows:
         return _batched_experts(x_RH, weight_R, counts, rows, experts, limit)
-    gate_RI = grouped_linear(x_RH, experts.w1, counts).to(weight_R.dtype)
-    up_RI = grouped_linear(x_RH, experts.w3, counts).to(weight_R.dtype)
-    hidden_RI = clamped_swiglu(gate_RI, up_RI, limit) * weight_R[:, None]
-    return grouped_linear(hidden_RI.to(x_RH.dtype), experts.w2, counts)
+    gate_RI = cast(grouped_linear(x_RH, experts.w1, counts), weight_R.dtype)
+    up_RI = cast(grouped_linear(x_RH, experts.w3, counts), weight_R.dtype)
+    hidden_RI = clamped_swiglu(gate_RI, up_RI, limit).mul_(weight_R.unsqueeze(1))
+    return grouped_linear(cast(hidden_RI, x_RH.dtype), experts.w2, counts)
 
 
 def _batched_experts(
@@ -148,16 +148,16 @@ def _batched_experts(
     source, place_R = _batch_places(counts, rows, x_RH.device)
     x_XPH = x_RH.index_select(0, source).view(len(counts), rows, -1)
     weight_XP1 = weight_R.index_select(0, source).view(len(counts), rows, 1)
-    gate_XPI = batched_linear(x_XPH, experts.w1).to(weight_R.dtype)
-    up_XPI = batched_linear(x_XPH, experts.w3).to(weight_R.dtype)
-    hidden_XPI = clamped_swiglu(gate_XPI, up_XPI, limit) * weight_XP1
-    return batched_linear(hidden_XPI.to(x_RH.dtype), experts.w2).flatten(0, 1).index_select(0, place_R)
+    gate_XPI = cast(batched_linear(x_XPH, experts.w1), weight_R.dtype)
+    up_XPI = cast(batched_linear(x_XPH, experts.w3), weight_R.dtype)
+    hidden_XPI = clamped_swiglu(gate_XPI, up_XPI, limit).mul_(weight_XP1)
+    return batched_linear(cast(hidden_XPI, x_RH.dtype), experts.w2).flatten(0, 1).index_select(0, place_R)
 
 
 def shared_expert(x_TH: torch.Tensor, expert: ExpertWeights, limit: float, wide: torch.dtype) -> torch.Tensor:
     """The expert that every row passes, [T, H]."""
-    gate_TI, up_TI = row_linear(x_TH, expert.w1).to(wide), row_linear(x_TH, expert.w3).to(wide)
-    return row_linear(clamped_swiglu(gate_TI, up_TI, limit).to(x_TH.dtype), expert.w2)
+    gate_TI, up_TI = cast(row_linear(x_TH, expert.w1), wide), cast(row_linear(x_TH, expert.w3), wide)
+    return row_linear(cast(clamped_swiglu(gate_TI, up_TI, limit), x_TH.dtype), expert.w2)
 
 
 @dataclass(frozen=True)
@@ -171,21 +171,22 @@ class MoELayer:
     swiglu_limit: float
 
     def forward(
-        self, x_TH: torch.Tensor, token_T: torch.Tensor, valid_T: torch.Tensor, group: Group
+        self, x_TH: torch.Tensor, token_T: torch.Tensor, valid_T: torch.Tensor | None, group: Group
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(y [T, H] in x's dtype, rows sent to each expert [E] int64).
 
-        Rows that are not valid reach no routed expert. Expert outputs are added to the shared one's in route
-        order, in the router's wide dtype, so the result does not depend on where experts live.
+        Rows that are not valid (None: all are) reach no routed expert. Expert outputs are added to the shared one's
+        in route order, in the router's wide dtype, so the result does not depend on where experts live.
         """
         _, indices_Tk, weights_Tk = self.router.forward(x_TH, token_T)
         sent = dispatch(x_TH, indices_Tk, weights_Tk, valid_T, group, self.num_experts, stage="dispatch")
         y_RH = routed_experts(sent.x_RD, sent.weights_R, sent.expert_counts, self.experts, self.swiglu_limit)
         routed_TkH = combine(y_RH, sent.handle, stage="combine")
-        sum_TH = shared_expert(x_TH, self.shared, self.swiglu_limit, weights_Tk.dtype).to(weights_Tk.dtype)
-        for route_TH in routed_TkH.unbind(1):
-            sum_TH = sum_TH + route_TH.to(sum_TH.dtype)
-        return sum_TH.to(x_TH.dtype), sent.handle.sent_E
+        wide = weights_Tk.dtype
+        sum_TH = cast(shared_expert(x_TH, self.shared, self.swiglu_limit, wide), wide)
+        for route_TH in cast(routed_TkH, wide).unbind(1):
+            sum_TH = sum_TH + route_TH
+        return cast(sum_TH, x_TH.dtype), sent.handle.sent_E
 
 
 def make_moe(weights: "dict[str, torch.Tensor]", prefix: str, config: V4Config, hash_layer: bool) -> MoELayer:

@@ -10,7 +10,7 @@ import torch
 
 from ...comm.projection import Shards, gather_weight_shards, publish_heads, reduce_partials, tree_sum
 from ...parallel.groups import Group
-from ..functions import mean_square_rsqrt, rms_norm, row_linear, tile_product
+from ..functions import cast, mean_square_rsqrt, rms_norm, row_linear, tile_product
 from .config import V4Config
 from .rope import rotate
 
@@ -30,7 +30,12 @@ class ProjectionWeights:
 
 
 Rotation = tuple[torch.Tensor, ...]
-"""(cos, sin), each [rows, columns] as `rotate` takes them."""
+"""(cos, sin), each [rows, columns] as `rotate` takes them; where rows have heads, [rows, 1, columns] will do too."""
+
+
+def by_head(rotation: Rotation) -> Rotation:
+    """Of the same angles for every head of a row: [rows, 1, columns]."""
+    return rotation if rotation[0].ndim == 3 else tuple(part.unsqueeze(1) for part in rotation)
 
 
 def query_latent(x_TH: torch.Tensor, weights: ProjectionWeights, config: V4Config) -> torch.Tensor:
@@ -40,10 +45,10 @@ def query_latent(x_TH: torch.Tensor, weights: ProjectionWeights, config: V4Confi
 
 def queries(latent_TR: torch.Tensor, weights: ProjectionWeights, config: V4Config, rotation: Rotation) -> torch.Tensor:
     """Queries [T, N, D] in the accumulation dtype: per-head unweighted norm, then rotary."""
-    q_TND = row_linear(latent_TR, weights.wq_b).unflatten(1, (config.num_attention_heads, config.head_dim))
-    wide_TND = q_TND.to(weights.q_norm.dtype)
-    normed_TND = (wide_TND * mean_square_rsqrt(wide_TND, config.rms_norm_eps)).to(latent_TR.dtype)
-    return rotate(normed_TND, *(r.unsqueeze(1) for r in rotation)).to(weights.q_norm.dtype)
+    q_TND = row_linear(latent_TR, weights.wq_b).view(-1, config.num_attention_heads, config.head_dim)
+    wide_TND = cast(q_TND, weights.q_norm.dtype)
+    normed_TND = cast(wide_TND * mean_square_rsqrt(wide_TND, config.rms_norm_eps), latent_TR.dtype)
+    return cast(rotate(normed_TND, *by_head(rotation)), weights.q_norm.dtype)
 
 
 def key_value(
@@ -51,16 +56,16 @@ def key_value(
 ) -> torch.Tensor:
     """The row's one vector that is both key and value, normed and rotated: [T, D] in `out`."""
     normed_TD = rms_norm(row_linear(x_TH, weights.wkv), weights.kv_norm, config.rms_norm_eps, x_TH.dtype)
-    return rotate(normed_TD, *rotation).to(out)
+    return cast(rotate(normed_TD, *rotation), out)
 
 
 def group_partials(heads_SGK: torch.Tensor, wo_a: torch.Tensor, wo_b: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
     """One full-width partial per output group, [S, G, H] in the accumulation dtype."""
     num_groups = heads_SGK.shape[1]
-    a_GKO = wo_a.unflatten(0, (num_groups, -1)).transpose(1, 2)
-    b_GOH = wo_b.unflatten(1, (num_groups, -1)).permute(1, 2, 0)
+    a_GKO = wo_a.view(num_groups, -1, wo_a.shape[1]).mT
+    b_GOH = wo_b.view(len(wo_b), num_groups, -1).permute(1, 2, 0)
     latent_GSO = tile_product(heads_SGK.transpose(0, 1), a_GKO)
-    return tile_product(latent_GSO, b_GOH).transpose(0, 1).to(wide)
+    return cast(tile_product(latent_GSO, b_GOH).transpose(0, 1), wide)
 
 
 def project_output(
@@ -78,14 +83,14 @@ def project_output(
     tree over the groups; with gather_weights the weight shards travel instead and the same tree is walked at home.
     Both give the same bits. shards: every owner's (wo_a, wo_b), where they have come already; implies gather_weights.
     """
-    heads_TGK = o_TND.to(weights.wo_a.dtype).reshape(len(o_TND), config.o_groups, config.group_columns)
+    heads_TGK = cast(o_TND, weights.wo_a.dtype).view(len(o_TND), config.o_groups, config.group_columns)
     wide = weights.q_norm.dtype
     if gather_weights and shards is None:
         shards = (gather_weight_shards(weights.wo_a, weights.wo_b, group, stage="weight_gather"),)
     if shards is not None:
         by_owner = zip(heads_TGK.chunk(len(shards), 1), shards, strict=True)
         partials = [part for heads, (a, b) in by_owner for part in group_partials(heads, a, b, wide).unbind(1)]
-        return tree_sum(partials).to(weights.wo_a.dtype)
+        return cast(tree_sum(partials), weights.wo_a.dtype)
     heads_SGK = publish_heads(heads_TGK, group, stage="publish")
     partials_SGH = group_partials(heads_SGK, weights.wo_a, weights.wo_b, wide)
-    return reduce_partials(partials_SGH, group, config.o_groups, stage="publish").to(weights.wo_a.dtype)
+    return cast(reduce_partials(partials_SGH, group, config.o_groups, stage="publish"), weights.wo_a.dtype)

@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from ..functions import cast
 from .config import V4Config
 
 NTK_MIN_SPAN = 0.001
@@ -54,7 +55,7 @@ def spread(frequencies_F: torch.Tensor, width: int) -> torch.Tensor:
 def angles(positions_T: torch.Tensor, frequencies_F: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """(cos, sin), each [T, F] in dtype; the angle itself is FP64, exact enough for a million positions."""
     angle_TF = positions_T.to(torch.float64)[:, None] * frequencies_F
-    return angle_TF.cos().to(dtype), angle_TF.sin().to(dtype)
+    return cast(angle_TF.cos(), dtype), cast(angle_TF.sin(), dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
@@ -68,10 +69,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, inverse: bo
         cos, sin = _spread_angles(cos, sin, width)
     elif cos.shape[-1] > width:
         cos, sin = cos[..., -width:], sin[..., -width:]
-    wide = x.to(cos.dtype)
-    other = wide.reshape(-1, width).index_select(1, _partners(width, x.device)).view(x.shape).mul_(sin)
+    wide = cast(x, cos.dtype)
+    flat = wide if x.ndim == 2 else wide.reshape(-1, width)
+    other = flat.index_select(1, _partners(width, x.device))
+    other = (other if x.ndim == 2 else other.view(x.shape)).mul_(sin)
     turned = wide * cos
-    return (turned.sub_(other) if inverse else turned.add_(other)).to(x.dtype)
+    return cast(turned.sub_(other) if inverse else turned.add_(other), x.dtype)
 
 
 def _spread_angles(cos: torch.Tensor, sin: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

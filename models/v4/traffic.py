@@ -227,8 +227,7 @@ def _experts(plan: StepPlan, kind: str) -> Iterator[Exchange]:
 def _head(plan: StepPlan, kind: str) -> Iterator[Exchange]:
     """Asked rows to all shards of the vocabulary, padded to the largest band's; logits or best ids to the owners."""
     config, numerics, load = plan.config, plan.numerics, plan.load
-    if max(load.asked):
-        yield plan.gather(kind, "tp", "lm_head", numerics.activation, max(load.asked), config.hidden_size)
+    yield plan.gather(kind, "tp", "lm_head", numerics.activation, max(load.asked), config.hidden_size)
     asked, wide = sum(load.asked), numerics.accumulation
     if plan.want == "logits":
         columns = config.vocab_size // plan.topology.tp
