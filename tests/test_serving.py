@@ -53,7 +53,10 @@ def traffic() -> tuple[Arrival, ...]:
             top_k=(0, 5)[number % 2],
             min_p=(0.0, 0.02)[number % 4 == 0],
         )
-        arrivals.append(Arrival(draw.randrange(40), prompt, params, cancel_after=2 if number in (5, 12) else 0))
+        # Those with the common beginning come when the first of them has published it, whatever the budget.
+        later = 60 if number % 2 and number > 8 else 0
+        step = draw.randrange(40) + later
+        arrivals.append(Arrival(step, prompt, params, cancel_after=2 if number in (5, 12) else 0))
     return tuple(arrivals)
 
 
