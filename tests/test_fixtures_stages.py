@@ -81,7 +81,7 @@ def test_start_positions_and_chunks(given):
 def test_stages_of_one_flash_layer():
     """At Flash's widths; the head is long and tested in tiny."""
     names = [name for name in BY_NAME if name not in ("embedding", "lm-head", "greedy", "moe", "expert-routed")]
-    run_all(Groups.single(), names, {"preset": "flash", "start_pos": (0, 2051), "chunk": (5, 1)})
+    run_all(Groups.single(), names, {"preset": "flash", "start_pos": (0, 2175), "chunk": (5, 1)})
 
 
 # Planted faults: fixture -> (output that must fail, the fault).
