@@ -8,7 +8,7 @@ sums and logits in FP32. Every exchange is one that the library makes; where the
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..comm.projection import tree_nodes
+from ..comm.projection import sends_sums
 from ..models.v4.config import V4Config
 from ..parallel.ownership import even_band
 from ..parallel.topology import Topology
@@ -107,8 +107,7 @@ def _gathers(config: V4Config, rows: int, kinds: tuple[str, ...]) -> Iterator[Pl
 def _publish(config: V4Config, topology: Topology, rows: int, calls: int) -> Iterator[Planned]:
     """Heads to the owners of their output groups; FP32 partials back, one per rank where its groups are a branch."""
     own = config.o_groups // topology.tp
-    branch = all((rank * own, (rank + 1) * own) in tree_nodes(config.o_groups) for rank in range(topology.tp))
-    partials = (1 if branch else own) * config.hidden_size
+    partials = (1 if sends_sums(config.o_groups, topology.tp) else own) * config.hidden_size
     yield Planned("publish heads", "all-to-all", "tp", rows, own * config.group_columns, "bfloat16", calls)
     yield Planned("reduce partials", "all-to-all", "tp", rows, partials, "float32", calls)
 

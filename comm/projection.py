@@ -47,7 +47,7 @@ def reduce_partials(partials_RPH: torch.Tensor, group: Group, num_groups: int, *
         return tree_sum(partials_RPH.unbind(1))
     T = R // group.size
     bounds = [(rank * P, (rank + 1) * P) for rank in range(group.size)]
-    if set(bounds) <= tree_nodes(num_groups):
+    if sends_sums(num_groups, group.size):
         # A rank whose groups are a whole branch of the tree sends the branch's sum.
         sent_RQH = tree_sum(partials_RPH.unbind(1)).unsqueeze(1)
     else:
@@ -65,6 +65,13 @@ def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if not parts:
         raise ValueError("there is nothing to add")
     return _branch_sum({(index, index + 1): part for index, part in enumerate(parts)}, 0, len(parts))
+
+
+def sends_sums(num_groups: int, size: int) -> bool:
+    """Whether the output groups of each of `size` ranks are a whole branch of the tree: it sends the branch's sum of a
+    row then, else one partial for each of its groups."""
+    own = num_groups // size
+    return {(rank * own, (rank + 1) * own) for rank in range(size)} <= tree_nodes(num_groups)
 
 
 def tree_nodes(count: int) -> set[Bounds]:

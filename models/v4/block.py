@@ -23,6 +23,7 @@ from .config import V4Config
 from .hyper import HyperWeights, hc_post, hc_pre
 from .indexer import IndexerWeights, index_queries
 from .moe import MoELayer
+from .payloads import GATHERED
 from .projections import ProjectionWeights, Rotation, key_value, project_output, queries, query_latent
 from .rope import rotate
 from .weight_prefetch import WeightPrefetch
@@ -107,9 +108,8 @@ class AttentionLayer:
         return fields
 
     def _gather(self, fields: dict[str, torch.Tensor], step: StepContext) -> dict[str, torch.Tensor]:
-        kinds = {0: ("kv",), 4: ("csa_aux", "csa_main"), 128: ("hca",)}[self.ratio]
         gathered: dict[str, torch.Tensor] = {}
-        for kind in kinds:
+        for kind in GATHERED[self.ratio]:
             payload = step.payloads[kind]
             part = {span.name: fields[span.name] for span in payload.spans}
             gathered.update(gather_context(part, payload, step.groups.tp, stage="gather"))

@@ -11,7 +11,6 @@ import torch
 
 from ...comm.logits import gather_asked, return_best, return_logits
 from ...layouts.payloads import KINDS as PAYLOAD_KINDS
-from ...layouts.payloads import payload
 from ...layouts.rowplan import Geometry, RowPlan, plan_rows
 from ...layouts.rows import RequestRows
 from ...parallel.groups import Groups
@@ -28,6 +27,7 @@ from .hyper import HyperWeights, hc_head
 from .indexer import IndexerWeights
 from .integrity import check_unique
 from .moe import make_moe
+from .payloads import model_payload
 from .pools import CacheShape
 from .projections import ProjectionWeights, by_head
 from .rope import angles, frequencies, spread
@@ -88,17 +88,7 @@ class Model:
         self.hc_head = _hyper(weights, "hc_head")
         self.blocks = tuple(_block(weights, config, layer) for layer in range(config.num_hidden_layers))
         self.geometry = Geometry(config.sliding_window, tuple(sorted(set(config.compress_ratios))), config.index_topk)
-        self._payloads = {
-            kind: payload(
-                kind,
-                head_dim=config.head_dim,
-                index_head_dim=config.index_head_dim,
-                kv_dtype=numerics.kv,
-                state_dtype=numerics.accumulation,
-                wire=numerics.wire,
-            )
-            for kind in PAYLOAD_KINDS
-        }
+        self._payloads = {kind: model_payload(kind, config, numerics) for kind in PAYLOAD_KINDS}
         device = self.embed.device
         width = max(config.head_dim, config.index_head_dim)
         self._frequencies = {kind: spread(frequencies(config, kind, device), width) for kind in (0, 4)}

@@ -81,9 +81,7 @@ def engine_shape(
         if family.per_entry:
             pages[family.name] = blocks
             continue
-        step = requests * -(-verify_rows // family.page) + -(-prefill_rows // family.page)
-        at_work = min(requests * family.depth(max_context, fresh), requests * family.resting(max_context) + step)
-        pages[family.name] = at_work + prefix_points * point_pages(family)
+        pages[family.name] = ring_pages(family, requests, max_context, prefill_rows, verify_rows, fresh, prefix_points)
     one = pool_shapes(config, replace(shape, pages=pages), numerics)
     fixed = sum(one[family.name].nbytes for family in families if not family.per_entry)
     block_bytes = sum(one[family.name].page_bytes for family in families if family.per_entry)
@@ -98,6 +96,21 @@ def engine_shape(
         )
     pages.update({family.name: most for family in families if family.per_entry})
     return replace(shape, pages=pages)
+
+
+def ring_pages(
+    family: PageFamily,
+    requests: int,
+    max_context: int,
+    prefill_rows: int,
+    verify_rows: int,
+    max_fresh: int,
+    prefix_points: int,
+) -> int:
+    """Pages of a ring family's pool: what all slots keep between two steps, the rows of one step, and the points."""
+    step = requests * -(-verify_rows // family.page) + -(-prefill_rows // family.page)
+    at_work = min(requests * family.depth(max_context, max_fresh), requests * family.resting(max_context) + step)
+    return at_work + prefix_points * point_pages(family)
 
 
 def point_pages(family: PageFamily) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...comm.collectives import broadcast_bytes
-from ...comm.projection import tree_nodes
+from ...comm.projection import sends_sums
 from ...parallel.errors import TransportError
 from ...parallel.groups import Groups
 from ..numerics import Numerics
@@ -93,9 +93,8 @@ def projection_costs(config: V4Config, numerics: Numerics, tp: int, mode: str = 
     accumulation dtype: one per row if a rank's output groups are a branch of the tree, else one per group.
     """
     own = config.o_groups // tp
-    branch = all((rank * own, (rank + 1) * own) in tree_nodes(config.o_groups) for rank in range(tp))
     heads = own * config.group_columns * numerics.activation.itemsize
-    partials = (1 if branch else own) * config.hidden_size * numerics.accumulation.itemsize
+    partials = (1 if sends_sums(config.o_groups, tp) else own) * config.hidden_size * numerics.accumulation.itemsize
     return ProjectionCosts((tp - 1) * (heads + partials), (tp - 1) * _shard_bytes(config, numerics, tp), mode=mode)
 
 

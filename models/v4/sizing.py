@@ -13,7 +13,7 @@ from ..checkpoint.names import TensorSpec, held_table
 from ..checkpoint.share import held_dtype, held_slices
 from ..numerics import BFLOAT16, MODES, Numerics
 from .config import V4Config
-from .pools import PoolShape, engine_shape, point_pages, pool_shapes
+from .pools import PoolShape, engine_shape, pool_shapes, ring_pages
 
 W8A8 = replace(BFLOAT16, name="w8a8", quantisation="w8a8")
 PLANNED = {**MODES, W8A8.name: W8A8}
@@ -131,11 +131,10 @@ def _draft_pool(config: V4Config, numerics: Numerics, wish: CacheWish) -> Pool:
     """The stages' keys, paged as the target's window is; the drafted block stands behind the step's own rows."""
     family = PageFamily("draft_kv", None, wish.block_size, config.sliding_window)
     rows = wish.verify_rows + wish.gamma
-    depth = family.depth(wish.max_context, max(wish.prefill_rows, wish.verify_rows) + wish.gamma)
-    step = wish.requests * -(-rows // family.page) + -(-wish.prefill_rows // family.page)
-    pages = min(wish.requests * depth, wish.requests * family.resting(wish.max_context) + step)
+    fresh = max(wish.prefill_rows, wish.verify_rows) + wish.gamma
+    pages = ring_pages(family, wish.requests, wish.max_context, wish.prefill_rows, rows, fresh, wish.prefix_points)
     row_bytes = len(config.draft_ratios) * config.head_dim * numerics.kv.itemsize
-    return Pool(pages + wish.prefix_points * point_pages(family), family.page * row_bytes)
+    return Pool(pages, family.page * row_bytes)
 
 
 def _page_bytes(name: str, pool: PoolShape, numerics: Numerics) -> int:

@@ -10,14 +10,14 @@ import torch
 
 from ...comm.experts import PACK_LIMIT_BYTES
 from ...comm.local import DIRECT_BYTES
-from ...comm.projection import tree_nodes
-from ...layouts.payloads import payload
+from ...comm.projection import sends_sums
 from ...parallel.ownership import even_band
 from ...parallel.topology import Topology
 from ..numerics import Numerics
 from .config import V4Config
+from .payloads import GATHERED, model_payload
 
-PAYLOADS = {"swa": ("kv",), "csa": ("csa_aux", "csa_main"), "hca": ("hca",)}
+PAYLOADS = {"swa": GATHERED[0], "csa": GATHERED[4], "hca": GATHERED[128]}
 """Kind of attention layer -> what it gathers over the context group, in order."""
 
 ROUTE_BYTES = torch.int64.itemsize
@@ -167,14 +167,7 @@ def draft_exchanges(plan: StepPlan, requests: int, gamma: int) -> Iterator[Excha
 
 def payload_columns(config: V4Config, numerics: Numerics, kind: str) -> int:
     """Lanes of the wire dtype in one row of this payload."""
-    return payload(
-        kind,
-        head_dim=config.head_dim,
-        index_head_dim=config.index_head_dim,
-        kv_dtype=numerics.kv,
-        state_dtype=numerics.accumulation,
-        wire=numerics.wire,
-    ).width
+    return model_payload(kind, config, numerics).width
 
 
 def _gathers(plan: StepPlan, kind: str) -> Iterator[Exchange]:
@@ -195,15 +188,8 @@ def _publish(plan: StepPlan, kind: str, local_t: int) -> Iterator[Exchange]:
         return
     rows = tp * local_t
     yield plan.exchange(kind, "tp", "publish", numerics.activation, rows, groups * config.group_columns)
-    partials = sent_partials(config, tp) * config.hidden_size
+    partials = (1 if sends_sums(config.o_groups, tp) else groups) * config.hidden_size
     yield plan.exchange(kind, "tp", "publish", numerics.accumulation, rows, partials)
-
-
-def sent_partials(config: V4Config, tp: int) -> int:
-    """Partial sums that a rank sends of a row: one where its output groups are a whole branch of the tree."""
-    groups = config.o_groups // tp
-    bounds = {(rank * groups, (rank + 1) * groups) for rank in range(tp)}
-    return 1 if bounds <= tree_nodes(config.o_groups) else groups
 
 
 def _experts(plan: StepPlan, kind: str) -> Iterator[Exchange]:
