@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from ..models.checkpoint.forms import OFFICIAL
 from ..models.checkpoint.inventory import Inventory, format_inventory, inventory, preset_inventory
 from ..models.checkpoint.synthetic import synthesize
 from ..models.v4.config import flash, flash_dspark, tiny
@@ -85,7 +86,8 @@ def inventory_table(name: str, found: Inventory) -> Table:
     table.add_section()
     table.add_row("all", f"{found.tensors:,}", f"{found.num_bytes:,}", f"{found.parameters:,}")
     shards = "" if found.shards is None else f"; {found.shards} shards"
-    table.caption = ", ".join(f"{dtype} {count:,}" for dtype, count in sorted(found.dtypes.items())) + shards
+    form = "" if found.form == OFFICIAL else f"; form {found.form}"
+    table.caption = ", ".join(f"{dtype} {count:,}" for dtype, count in sorted(found.dtypes.items())) + shards + form
     return table
 
 

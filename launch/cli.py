@@ -8,6 +8,7 @@ VERBS = {
     "generate": ("generate", "write text with a checkpoint on a mesh of ranks"),
     "doctor": ("doctor", "say whether this machine can run the ranks"),
     "checkpoint": ("checkpoint", "inspect a checkpoint, or synthesize a random one"),
+    "convert": ("convert", "store a checkpoint's weights in another form: convert w8a8 IN OUT"),
     "make-sample": ("make_sample", "train the bundled sample"),
     "plan": ("plan", "memory, exchanges and step time of a deployment, before any device is there"),
     "fixture": ("fixture", "prove one transport or stage: fixture list, fixture run NAME"),

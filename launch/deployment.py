@@ -53,7 +53,6 @@ FLASH_DSPARK_16 = Deployment(
 DEPLOYMENTS = {FLASH_DSPARK_16.name: FLASH_DSPARK_16}
 
 MISSING = {
-    ("numerics", "w8a8"): "w8a8: no engine computes in INT8 yet",
     ("speculative", "dspark"): "drafting: no engine drafts with the checkpoint's stages or verifies their rows yet",
     ("speculative", "mtp"): "drafting: no engine drafts with the checkpoint's MTP layer or verifies its rows yet",
 }

@@ -18,7 +18,7 @@ from ..parallel.groups import Groups
 from .fixtures import compositions, stages, transports
 from .fixtures.harness import EMPTY, FAILED, NOT_COMPARED, PASSED, Fixture, Options, Row, Run, run_fixture
 from .fixtures.record import Recorder, facts_of
-from .flags import COMMON, LATER_NUMERICS, NUMERICS, FlagError, FlagParser, add_common, check_json
+from .flags import COMMON, NUMERICS, FlagError, FlagParser, add_common, check_json
 from .output import people, show, write_json
 from .spawn import run_job
 from .worker import named_stage, resolve_here, run_main
@@ -50,7 +50,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "preset": {"choices": ("tiny", "flash"), "help": "shapes of stages (default: tiny); transports always use Flash's"},
-    "numerics": {"choices": NUMERICS + LATER_NUMERICS, "help": "dtypes of stages (default: float32)"},
+    "numerics": {"choices": NUMERICS, "help": "dtypes of stages (default: float32)"},
     "payload-kind": {"choices": ("kv", "hca", "csa-main", "csa-aux"), "help": "what is gathered (default: csa-main)"},
     "raw-bits": {"action": "store_const", "const": True, "help": "opaque words, NaN payloads included"},
     "local-t": {"type": int, "metavar": "N", "help": "rows of a rank's band (default: its capacity)"},

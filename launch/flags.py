@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 
 from ..parallel.topology import BACKENDS, Topology
 
-NUMERICS = ("float64", "float32", "bfloat16")
-LATER_NUMERICS = ("w8a8",)
+NUMERICS = ("float64", "float32", "bfloat16", "w8a8")
 STANDARD_OUTPUT = "-"
 TRANSPORTS = ("auto", "torch", "local")
 CHECKS = ("auto", "signature", "sampled", "off")
@@ -115,7 +114,7 @@ COMMON: dict[str, dict[str, Any]] = {
     },
     "record": {"metavar": "FILE", "help": "write the run's exchanges to FILE, for `meshspark bench replay`"},
     "trace": {"metavar": "DIR", "help": "write a timeline of stages and exchanges that Perfetto opens to DIR"},
-    "numerics": {"default": "float32", "choices": NUMERICS + LATER_NUMERICS, "help": "dtypes (default: %(default)s)"},
+    "numerics": {"default": "float32", "choices": NUMERICS, "help": "dtypes (default: %(default)s)"},
     "seed": {"type": int, "default": 0, "help": "seed of everything random (default: %(default)s)"},
     "json": {
         "nargs": "?",
@@ -151,8 +150,6 @@ def resolve(
     topology = resolve_topology(args.ranks, args.tp, args.ep, world_size)
     device = parse_device(args.device)
     device.check(topology.world if local_ranks is None else local_ranks)
-    if args.numerics in LATER_NUMERICS:
-        raise ValueError(f"--numerics is {args.numerics}, which is not implemented yet; allowed: {', '.join(NUMERICS)}")
     if not 0 < args.timeout < 1e9:
         raise ValueError(f"--timeout is {args.timeout}, allowed: seconds above 0")
     if not 0 <= args.seed < 2**63:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..models.checkpoint.verify import read_config
+from ..models.numerics import numerics
 from ..models.v4.config import PRESETS, V4Config
 from ..models.v4.estimate import Device
-from ..models.v4.sizing import PLANNED
 from .deployment import DEPLOYMENTS, Row, combine, deployment, missing, table
 from .engine_flags import GIB, add_engine_flags, engine_flags
 from .flags import FlagParser, add_common, check_json, check_range, parse_device, resolve_topology
@@ -136,7 +136,7 @@ def resolve_plan(args: argparse.Namespace) -> tuple[Settings, str, str]:
     settings = Settings(
         config=config,
         topology=topology,
-        numerics=PLANNED[args.numerics],
+        numerics=numerics(args.numerics),
         context=args.context,
         batch=args.batch,
         prefill_rows=engine.prefill_rows,

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from meshspark.launch.plan_data import Settings
+from meshspark.models.numerics import MODES
 from meshspark.models.v4.config import PRESETS
 from meshspark.models.v4.estimate import Device
-from meshspark.models.v4.sizing import PLANNED
 from meshspark.parallel.topology import Topology
 
 DEVICE = Device(memory_gbs=1000, link_gbs=100, tflops=100, int8_tops=200, call_us=10)
@@ -13,7 +13,7 @@ DEVICE = Device(memory_gbs=1000, link_gbs=100, tflops=100, int8_tops=200, call_u
 
 def settings_of(preset: str, sizes: tuple[int, int, int], mode: str = "float32", **changes) -> Settings:
     base = Settings(
-        PRESETS[preset](), Topology(*sizes), PLANNED[mode], context=512, batch=5, prefill_rows=32, verify_rows=1,
+        PRESETS[preset](), Topology(*sizes), MODES[mode], context=512, batch=5, prefill_rows=32, verify_rows=1,
         block_size=32, device=DEVICE, device_gib=1.0,
     )  # fmt: skip
     return replace(base, **changes)

@@ -8,8 +8,8 @@ from importlib import metadata
 
 import pytest
 
-from meshspark.benchmarks import decode
-from meshspark.launch import bench, checkpoint, cli, doctor, exchange, generate, make_sample
+from meshspark.benchmarks import decode, prefill
+from meshspark.launch import bench, checkpoint, cli, convert, doctor, exchange, generate, make_sample
 from meshspark.launch.flags import ALONE
 
 COMMON = sorted(
@@ -53,8 +53,10 @@ def test_flags_are_frozen():
     own = ["--docs", "--log-every", "--minutes", "--output", "--threads", "--work"]
     alone = [flag for flag in COMMON if flag.removeprefix("--") not in ALONE]
     assert _flags(make_sample.parser()) == sorted([*alone, *own])
-    own = ["--checkpoint", "--new-tokens", "--prompt-tokens", "--prompts", "--rounds", "--threads"]
-    assert _flags(decode.parser()) == sorted([*alone, *own])
+    both = ["--case", "--json", "--layers", "--numerics", "--rounds", "--seed", "--stages", "--threads"]
+    own = ["--batch", "--checkpoint", "--context", "--new-tokens", "--prompt-tokens", "--steps", "--verify"]
+    assert _flags(decode.parser()) == sorted([*both, *own])
+    assert _flags(prefill.parser()) == sorted([*both, "--tokens"])
     assert _flags(checkpoint.parser()) == [
         "inspect --json",
         "inspect --preset",
@@ -62,6 +64,7 @@ def test_flags_are_frozen():
         "synthesize --preset",
         "synthesize --seed",
     ]
+    assert _flags(convert.parser()) == ["w8a8 --json"]
 
 
 def test_defaults():
@@ -76,13 +79,23 @@ def test_verbs_are_frozen():
         "generate",
         "doctor",
         "checkpoint",
+        "convert",
         "make-sample",
         "plan",
         "fixture",
         "diagnose",
         "bench",
     ]
-    assert list(bench.BENCHMARKS) == ["collectives", "context", "decode", "failures", "replay", "compare"]
+    assert list(bench.BENCHMARKS) == [
+        "collectives",
+        "context",
+        "decode",
+        "failures",
+        "prefill",
+        "quality",
+        "replay",
+        "compare",
+    ]
 
 
 def test_help_imports_no_torch():
@@ -274,48 +287,3 @@ def test_json_that_fails_at_last_is_one_message(tmp_path, monkeypatch, capsys):
     assert cli.main(["doctor", "--json", str(folder / "out.json")]) == 2
     err = capsys.readouterr().err
     assert "could not be written" in err and "Traceback" not in err
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("--prompts 0", "--prompts is 0, allowed: 1 to 1,024"),
-        ("--rounds 0", "--rounds is 0, allowed: 1"),
-        ("--new-tokens 0", "--new-tokens is 0, allowed: 1"),
-        ("--prompt-tokens 0", "--prompt-tokens is 0, allowed: 1"),
-        ("--threads 0", "--threads is 0, allowed: 1"),
-        ("--new-tokens 1000000", "positions, allowed:"),
-        ("--checkpoint no/such/folder", "--checkpoint is 'no/such/folder', but no/such/folder/config.json does not"),
-        ("--ranks 2", "--ranks (world) is 2, but bench decode is one process"),
-        ("--device cuda", "--device is cuda, but bench decode is one process"),
-        ("--numerics bfloat16", "--numerics is bfloat16, but bench decode"),
-        ("--timeout 5", "--timeout is 5.0, but bench decode"),
-        ("--json no/such/folder/x", "--json is 'no/such/folder/x'"),
-    ],
-)
-def test_bench_decode_refuses(given, message, capsys, monkeypatch):
-    monkeypatch.setattr(decode, "load_weights", lambda *_, **__: pytest.fail("the model was loaded"))
-    assert cli.main(["bench", "decode", *given.split()]) == 2
-    err = capsys.readouterr().err
-    assert message in err and "Traceback" not in err
-
-
-def test_bench_decode_says_what_it_misses(monkeypatch, capsys):
-    def missing(*_):
-        raise ImportError("No module named 'transformers'")
-
-    monkeypatch.setattr(decode, "peer_model", missing)
-    assert cli.main(["bench", "decode", "--threads", "1"]) == 2
-    assert "pip install 'meshspark[test]'" in capsys.readouterr().err
-
-
-def test_bench_decode_writes_its_figures(monkeypatch, capsys):
-    monkeypatch.setattr(decode, "peer_model", lambda *_: None)
-    monkeypatch.setattr(
-        decode, "run_rounds", lambda *_: [decode.Round(10.0, 20.0, True), decode.Round(30.0, 30.0, True)]
-    )
-    assert cli.main(["bench", "decode", "--threads", "1", "--json"]) == 0
-    out = capsys.readouterr()
-    found = json.loads(out.out)
-    assert (found["schema"], found["ratio"], found["ratio_min"], found["same_ids"]) == (1, 0.75, 0.5, True)
-    assert "ratio_max" in out.err

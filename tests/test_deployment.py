@@ -35,7 +35,7 @@ def test_a_flag_wins_and_both_are_kept() -> None:
 
 
 def test_what_is_not_there_yet() -> None:
-    assert len(missing(FLASH_DSPARK_16.settings())) == 2
+    assert [part.split(":")[0] for part in missing(FLASH_DSPARK_16.settings())] == ["drafting"]
     assert missing({"numerics": "bfloat16", "speculative": "none"}) == ()
 
 
@@ -46,7 +46,7 @@ def test_the_table_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines["--batch"] == ["64", "16", "16"] and lines["--context"] == ["1048576", "8192", "8192"]
     assert lines["--verify-rows"] == ["8", "", "8"]
     assert shown.index("deployment flash-dspark-16") < shown.index("plan of flash-dspark")
-    assert "not there yet: w8a8" in shown and "not there yet: drafting" in shown
+    assert "not there yet: drafting" in shown and "w8a8:" not in shown
 
 
 def test_json_tells_both(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,8 +79,8 @@ def _trimmed(text: str) -> list[str]:
 
 
 def test_what_the_page_says_fits() -> None:
-    """6 requests at the ceiling beside the rest in 64 GiB, or 64 of 98,304 positions; 24 GiB of weights."""
-    for context, least in ((1 << 20, 6), (98_304, 64)):
+    """6 requests at the ceiling beside the rest in 64 GiB, or 64 of 97,280 positions; 24 GiB of weights."""
+    for context, least in ((1 << 20, 6), (97_280, 64)):
         settings = at_point(context=context)
         memory = rank_memory(settings)
         room = room_for_caches(settings, memory)

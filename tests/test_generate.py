@@ -135,7 +135,7 @@ def test_a_deployment_fills_what_no_flag_says(checkpoint, capsys, tmp_path):
     assert shown["--batch"] == ["64", "3", "3"] and shown["--prefill-rows"] == ["512", "512"]
     assert shown["--numerics"] == ["w8a8", "float32", "float32"] and "--verify-rows" not in shown
     assert generate.main([*argv, "--deployment", "flash-dspark-16"]) != 0
-    assert "--numerics is w8a8, which is not implemented yet" in capsys.readouterr().err
+    assert "--context is 1048576, allowed" in capsys.readouterr().err
 
 
 def test_a_prompt_does_not_depend_on_its_company(run):
@@ -207,7 +207,7 @@ def test_chat_and_prompt_files(run, tmp_path):
         (["--prompt", "x", "--ep", "5"], "n_routed_experts % ep must be 0"),
         (["--prompt", "x", "--tp", "3"], "o_groups % tp must be 0, but o_groups is"),
         (["--prompt", "x", "--ranks", "4", "--tp", "3"], "world % tp must be 0"),
-        (["--prompt", "x", "--numerics", "w8a8"], "not implemented yet"),
+        (["--prompt", "x", "--numerics", "w8a9"], "invalid choice: 'w8a9'"),
         (["--prompt", "x", "--stop", ""], "--stop is empty"),
         (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0, allowed"),
         (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens is 0, allowed"),

@@ -281,7 +281,7 @@ def test_bench_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFix
         ("--steps 0", "--steps is 0"),
         ("--plot /nowhere/x.png", "--plot is"),
         ("--ranks 2", "--ranks"),
-        ("--numerics w8a8", "w8a8"),
+        ("--numerics w8a9", "w8a9"),
     ],
 )
 def test_bench_flags(given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,17 +13,16 @@ from meshspark.launch import cli, plan
 from meshspark.launch.engine import Engine
 from meshspark.launch.plan_data import GIB, make_plan, rank_memory
 from meshspark.layouts.rows import RequestRows
+from meshspark.models.checkpoint.forms import scale_key
 from meshspark.models.checkpoint.share import shard_weights
 from meshspark.models.checkpoint.synthetic import random_weights
-from meshspark.models.numerics import MODES, numerics
+from meshspark.models.numerics import MODES, W8A8, numerics
 from meshspark.models.v4.buffers import step_buffers
 from meshspark.models.v4.config import PRESETS, flash, flash_dspark
 from meshspark.models.v4.estimate import Device, step_times, step_work, whole
 from meshspark.models.v4.pools import engine_shape
 from meshspark.models.v4.sizing import (
-    PLANNED,
     POOLS,
-    W8A8,
     CacheWish,
     fitting_requests,
     held_weights,
@@ -48,7 +47,8 @@ def test_weights_are_those_that_a_rank_holds(preset: str, sizes: tuple[int, int,
             parts = weight_parts(config, topology, numerics(mode), rank=rank)
             assert sum(parts.values()) == unique_bytes(share.values()), (mode, rank)
             for name, held in held_weights(config, topology, numerics(mode), rank=rank).items():
-                assert held.num_bytes == share[name].nbytes, name
+                scale = share.get(scale_key(name))
+                assert held.num_bytes == share[name].nbytes + (0 if scale is None else scale.nbytes), name
 
 
 def test_drafter_is_counted_where_it_is_planned() -> None:
@@ -63,7 +63,7 @@ def test_drafter_is_counted_where_it_is_planned() -> None:
 def test_flash_in_int8() -> None:
     """INT8 codes are half of BF16, a scale per output channel comes on top; what stays wide is as it was."""
     topology = Topology(16, 4, 16)
-    bf16, int8 = (held_weights(flash(), topology, PLANNED[mode]) for mode in ("bfloat16", "w8a8"))
+    bf16, int8 = (held_weights(flash(), topology, MODES[mode]) for mode in ("bfloat16", "w8a8"))
     experts = "layers.5.ffn.experts.w2.weight"
     assert int8[experts].num_bytes == 16 * (4096 * 2048 + 4 * 4096)
     assert bf16[experts].num_bytes == 16 * 4096 * 2048 * 2
@@ -111,7 +111,7 @@ def test_one_request_at_the_ceiling() -> None:
     wish = CacheWish(requests=1, max_context=1 << 20, prefill_rows=512, verify_rows=8)
     full = ("csa_kv", "csa_index", "hca_kv")
     for mode, per_token in (("w8a8", 21 * (1024 + 132) / 4 + 20 * 8), ("bfloat16", 21 * (1024 + 256) / 4 + 20 * 8)):
-        pools = plan_pools(flash(), PLANNED[mode], wish)
+        pools = plan_pools(flash(), MODES[mode], wish)
         assert sum(pools[name].num_bytes for name in full) == per_token * (1 << 20)
         assert pools["draft_kv"].num_bytes == 0
         assert sum(pool.num_bytes for pool in pools.values()) < 1.04 * per_token * (1 << 20)
@@ -164,7 +164,16 @@ def measured_peak(model, rows: list[RequestRows], shape) -> int:
 
 @pytest.mark.parametrize(
     ("wide", "mode"),
-    [("attention", "bfloat16"), ("experts", "float32"), ("streams", "bfloat16"), ("vocabulary", "float32")],
+    [
+        ("attention", "bfloat16"),
+        ("experts", "float32"),
+        ("experts", "bfloat16"),
+        ("streams", "bfloat16"),
+        ("vocabulary", "float32"),
+        ("attention", "w8a8"),
+        ("packed", "w8a8"),
+        ("index", "w8a8"),
+    ],
 )
 def test_buffers_bound_what_a_step_holds(wide: str, mode: str) -> None:
     changes = {
@@ -172,6 +181,9 @@ def test_buffers_bound_what_a_step_holds(wide: str, mode: str) -> None:
         "experts": {"moe_intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 16},
         "streams": {"hidden_size": 1024, "head_dim": 16, "num_experts_per_tok": 1},
         "vocabulary": {"vocab_size": 8192},
+        # Matrices that are large enough for packed INT8 products.
+        "packed": {"hidden_size": 768, "moe_intermediate_size": 768, "n_routed_experts": 6, "head_dim": 16},
+        "index": {"index_n_heads": 64, "index_head_dim": 128},
     }[wide]
     config = replace(PRESETS["tiny"](), **changes)
     model = type(single_model("tiny", mode))(
@@ -238,9 +250,9 @@ def test_time_follows_the_rates() -> None:
 def test_products_of_a_layer_are_counted_once() -> None:
     """Flash, one rank, one row: 2 operations per weight that a token passes, about 13 billion of them."""
     config = flash()
-    held = held_weights(config, Topology(), PLANNED["bfloat16"])
+    held = held_weights(config, Topology(), MODES["bfloat16"])
     load = even_load(1, requests=1, rows_each=1, prefill_rows=0)
-    work = step_work(config, Topology(), PLANNED["bfloat16"], held, load, context=1, exchanges=())
+    work = step_work(config, Topology(), MODES["bfloat16"], held, load, context=1, exchanges=())
     assert 2 * 12e9 < sum(each.flops for each in work.values()) < 2 * 14e9
     int8 = held_weights(config, Topology(), W8A8)
     work = step_work(config, Topology(), W8A8, int8, load, context=1, exchanges=())

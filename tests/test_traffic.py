@@ -18,7 +18,6 @@ from meshspark.layouts.rows import RequestRows
 from meshspark.models.numerics import numerics
 from meshspark.models.v4.config import PRESETS
 from meshspark.models.v4.pools import engine_shape
-from meshspark.models.v4.sizing import PLANNED
 from meshspark.models.v4.traffic import Load, StepPlan, step_exchanges
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.ledger import Ledger
@@ -109,7 +108,7 @@ def check_exchanges(ranks: RankPools, preset: str, sizes: tuple[int, int, int], 
         assert set(returned.values()) <= {0}, (kind, want)
 
 
-@pytest.mark.parametrize("mode", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "w8a8"])
 def test_exchanges_are_those_of_the_ledger(ranks: RankPools, mode: str) -> None:
     check_exchanges(ranks, "tiny", SIZES, mode, weights=False)
 
@@ -125,15 +124,14 @@ def test_exchanges_at_other_topologies(ranks: RankPools, preset: str, sizes: tup
     check_exchanges(ranks, preset, sizes, mode, weights=False)
 
 
-def test_exchanges_where_weights_travel(ranks: RankPools) -> None:
+@pytest.mark.parametrize("mode", ["float32", "w8a8"])
+def test_exchanges_where_weights_travel(ranks: RankPools, mode: str) -> None:
     """The order differs, for each layer's weights start before the one before has ended; calls and bytes do not."""
-    results = ranks.run(
-        Topology(*SIZES), "test_traffic:drive_steps", preset="tiny", mode="float32", gather_weights=True
-    )
+    results = ranks.run(Topology(*SIZES), "test_traffic:drive_steps", preset="tiny", mode=mode, gather_weights=True)
     for rank, result in enumerate(results):
         for kind, want, records, load in result:
             loads = dict.fromkeys(range(2), Load(load[0], tuple(load[1]), tuple(load[2]), tuple(load[3])))
-            planned = _planned(SIZES, PRESETS["tiny"](), "float32", rank, loads, want, None, True)
+            planned = _planned(SIZES, PRESETS["tiny"](), mode, rank, loads, want, None, True)
             travel = [Counter(map(tuple, (r for r in side if r[2] == "weight_gather"))) for side in (records, planned)]
             assert travel[0] == travel[1] and travel[0], (kind, want, rank)
 
@@ -144,7 +142,7 @@ def test_large_rows_travel_apart() -> None:
 
     def stages(rows: int, mode: str) -> dict[str, tuple[str, int]]:
         load = Load(rows, (rows, rows), (0, 0), (0, 0))
-        plan_ = StepPlan(config, topology, PLANNED[mode], load)
+        plan_ = StepPlan(config, topology, numerics(mode), load)
         return {e.stage: (e.dtype, e.columns) for e in step_exchanges(plan_) if e.group == "ep"}
 
     assert stages(100, "float32")["dispatch"] == ("uint8", 64 * 4 + 4 + 8)
@@ -171,7 +169,8 @@ def drive_engine(groups: Groups, count: int) -> dict:
     finally:
         _use(groups, before)
     agreements = {r.bytes for r in ledger if r.stage == "agreement"}
-    held = [t for b in model.blocks for t in _tensors(b)] + _tensors(model)
+    seen: set[int] = set()
+    held = [t for b in (*model.blocks, model) for t in _tensors(b, seen)]
     return {
         "weights": unique_bytes(held),
         "pools": {name: pool.nbytes for name, pool in engine.caches.pools.items()},
@@ -179,14 +178,15 @@ def drive_engine(groups: Groups, count: int) -> dict:
     }
 
 
-def _tensors(owner) -> list[torch.Tensor]:
-    """Weights below a model or one of its parts, found through their fields."""
+def _tensors(owner, seen: set[int]) -> list[torch.Tensor]:
+    """Weights below a model or one of its parts, found through their fields; each part once."""
     if isinstance(owner, torch.Tensor):
         return [owner]
-    if not hasattr(owner, "__dict__") or isinstance(owner, Groups):
+    if not hasattr(owner, "__dict__") or isinstance(owner, Groups) or id(owner) in seen:
         return []
+    seen.add(id(owner))
     skipped = ("config", "groups", "numerics", "clock", "_frequencies", "_payloads", "blocks", "geometry", "_prefetch")
-    return [t for name, value in vars(owner).items() if name not in skipped for t in _tensors(value)]
+    return [t for name, value in vars(owner).items() if name not in skipped for t in _tensors(value, seen)]
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 2, 4)])

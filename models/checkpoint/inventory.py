@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from ..v4.config import V4Config
+from .forms import OFFICIAL, stored_table
 from .names import TensorSpec, tensor_table
 from .reader import ITEM_BYTES
 from .verify import open_checkpoint
@@ -24,7 +25,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Tensors (scales included), bytes and dtype histogram of a checkpoint, and totals by part."""
+    """Tensors (scales included), bytes and dtype histogram of a checkpoint, and totals by part. form: official or
+    w8a8."""
 
     tensors: int
     num_bytes: int
@@ -33,17 +35,18 @@ class Inventory:
     parts: dict[str, Part]
     shards: int | None = None
     notes: tuple[str, ...] = ()
+    form: str = OFFICIAL
 
 
 def inventory(directory: Path | str) -> Inventory:
     """Inventory of a folder, verified first (CheckpointError)."""
     checkpoint = open_checkpoint(directory)
     items = []
-    for spec in tensor_table(checkpoint.config):
+    for spec in stored_table(checkpoint.config, checkpoint.form):
         names = [spec.name] + ([spec.scale_name] if spec.scale_name else [])
         items.append((spec, [(checkpoint.stored[n].dtype, checkpoint.stored[n].shape) for n in names]))
     shards = len({stored.shard for stored in checkpoint.stored.values()})
-    return _total(iter(items), shards, checkpoint.notes)
+    return replace(_total(iter(items), shards, checkpoint.notes), form=checkpoint.form)
 
 
 def preset_inventory(config: V4Config) -> Inventory:
@@ -64,6 +67,7 @@ def format_inventory(found: Inventory) -> dict[str, Any]:
         "parameters": found.parameters,
         "dtypes": dict(sorted(found.dtypes.items())),
         "parts": parts,
+        "form": found.form,
         "shards": found.shards,
         "notes": list(found.notes),
     }

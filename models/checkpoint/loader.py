@@ -11,9 +11,10 @@ from ...parallel.groups import Groups
 from ...parallel.topology import Topology
 from ..numerics import Numerics
 from ..v4.config import V4Config
-from ..v4.quant import decode, is_exact
-from .names import TensorSpec, held_table
-from .reader import CheckpointError, Reader, Stored, few
+from .fill import fill, fill_int8
+from .forms import W8A8_FORM, is_int8, scale_key
+from .names import held_table
+from .reader import CheckpointError, Reader, few
 from .share import RankWeights, check_topology, held_dtype, held_slices
 from .verify import Checkpoint, open_checkpoint, read_config
 
@@ -27,8 +28,9 @@ def load_weights(
     """The target's weights as this rank holds them, on the CPU; mtp.* is verified but not loaded.
 
     Everything is verified before the first weight is read. Only the rank's experts, output groups and head rows
-    are read, and only their scales. Each tensor is decoded into its final place. Raises CheckpointError for a
-    faulty checkpoint, ValueError for a topology that does not divide the model.
+    are read, and only their scales; but for w8a8 wo_b's channels whole. Each tensor is decoded, or for w8a8 quantised,
+    into its final place. Raises CheckpointError for a faulty checkpoint, or one stored in INT8 with numerics other
+    than w8a8, ValueError for a topology that does not divide the model.
     """
     checkpoint = _open(directory, topology, config)
     return checkpoint.config, read_share(checkpoint, topology, rank, numerics)
@@ -47,9 +49,14 @@ def load_on_all_ranks(
 
 
 def read_share(checkpoint: Checkpoint, topology: Topology, rank: int, numerics: Numerics) -> RankWeights:
-    """The rank's share of a verified checkpoint."""
+    """The rank's share of a verified checkpoint. CheckpointError where it is stored in INT8 and numerics not w8a8."""
     config = checkpoint.config
     check_topology(config, topology)
+    if checkpoint.form == W8A8_FORM and numerics.quantisation != "w8a8":
+        raise CheckpointError(
+            f"{checkpoint.directory}: its weights are stored quantised to w8a8, numerics is {numerics.name}, allowed: "
+            "w8a8; for others take the checkpoint that it was converted from"
+        )
     share: dict[str, torch.Tensor] = {}
     rounded: list[str] = []
     with Reader(checkpoint.directory) as reader:
@@ -59,61 +66,28 @@ def read_share(checkpoint: Checkpoint, topology: Topology, rank: int, numerics: 
             shape = tuple(s.stop - s.start for s in mine[0][1])
             stacked = (len(mine),) if specs[0].shard == "experts" else ()
             whole = torch.empty((*stacked, *shape), dtype=held_dtype(specs[0], numerics))
+            share[name] = whole
+            scale = torch.empty((*stacked, shape[0])) if is_int8(specs[0], numerics) else None
+            if scale is not None:
+                share[scale_key(name)] = scale
             for index, (spec, slices) in enumerate(mine):
                 out = whole[index] if stacked else whole
-                if not _fill(out, spec, slices, checkpoint, reader):
+                if scale is None:
+                    exact = fill(out, spec, slices, checkpoint, reader)
+                else:
+                    scale_out = scale[index] if stacked else scale
+                    exact = fill_int8(out, scale_out, spec, slices, checkpoint, reader)
+                if not exact:
                     rounded.append(spec.name)
-            share[name] = whole
         log = checkpoint.log + tuple(reader.log)
     notes = (f"not exact in {numerics.name}, rounded: {few(rounded)}",) if rounded else ()
     return RankWeights(share, topology, rank, notes=checkpoint.notes + notes, log=log)
 
 
 def _open(directory: Path | str, topology: Topology, config: V4Config | None) -> Checkpoint:
-    config = read_config(directory) if config is None else config
-    check_topology(config, topology)
+    # A topology that does not fit is no fault of the checkpoint, and is said first.
+    check_topology(read_config(directory) if config is None else config, topology)
     return open_checkpoint(directory, config)
-
-
-def _fill(
-    out: torch.Tensor, spec: TensorSpec, slices: tuple[slice, ...], checkpoint: Checkpoint, reader: Reader
-) -> bool:
-    """Decode the slices of one tensor into out; False if out's dtype may have rounded it."""
-    stored = checkpoint.stored[spec.name]
-    exact = True
-    if spec.quant is None:
-        out.copy_(reader.read(stored, slices))
-    else:
-        assert spec.scale_name is not None
-        place = checkpoint.stored[spec.scale_name]
-        blocks = tuple(_touched(s, block) for s, block in zip(slices, spec.quant.block, strict=True))
-        scale = reader.read(place, blocks)
-        _check_scale(scale, place, checkpoint.directory)
-        exact = is_exact(scale, spec.quant, out.dtype)
-        codes = reader.read(stored, _packed(slices, spec))
-        decode(codes, scale, spec.quant, out.dtype, out=out, origin=(slices[0].start, slices[1].start))
-    if out.is_floating_point() and not all(bool(torch.isfinite(end)) for end in out.aminmax()):
-        raise CheckpointError(f"{checkpoint.directory}: {stored.name} holds NaN or infinity in {out.dtype}")
-    return exact
-
-
-def _packed(slices: tuple[slice, ...], spec: TensorSpec) -> tuple[slice, ...]:
-    """Slices of the stored codes for slices of the logical weight."""
-    per_item = spec.shape[-1] // spec.stored_shape[-1]
-    return (*slices[:-1], slice(slices[-1].start // per_item, slices[-1].stop // per_item))
-
-
-def _touched(part: slice, block: int) -> slice:
-    return slice(part.start // block, -(-part.stop // block))
-
-
-def _check_scale(scale: torch.Tensor, place: Stored, directory: Path) -> None:
-    if scale.dtype == torch.float32:
-        bad = not bool(torch.isfinite(scale).all())
-    else:
-        bad = bool((scale.view(torch.uint8) == 255).any())
-    if bad:
-        raise CheckpointError(f"{directory}: scale {place.name} holds NaN or infinity")
 
 
 def _together(work: Callable[[], Result], groups: Groups, mark: Callable[[Result], int] | None = None) -> Result:

@@ -10,22 +10,24 @@ from ...parallel.topology import Topology
 from ..numerics import FLOAT32, Numerics
 from ..v4.config import V4Config
 from ..v4.quant import fake_quantise
+from .hold import hold, stack_held
 from .names import TensorSpec, held_table
-from .share import RankWeights, held_dtype
+from .share import RankWeights
 from .tokenizer import byte_level_tokenizer
 from .writer import SHARD_BYTES, write_checkpoint
 
 
 def random_weights(config: V4Config, seed: int, numerics: Numerics, *, draft: bool = False) -> RankWeights:
-    """Full random weights (world 1) of the target, with draft also of mtp.*, in the numerics' dtypes.
+    """Full random weights (world 1) of the target, with draft also of mtp.*, in the numerics' dtypes;
+    for w8a8 as `quantise_weights` gives them.
 
     Every value survives official storage unchanged. Norm gains, sinks, positional biases and hyper-connection
     parameters are far from neutral. A tensor's values depend on the seed and its name alone.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, specs in held_table(config, draft=draft).items():
-        drawn = [_draw(spec, config, _generator(seed, spec.name)).to(held_dtype(spec, numerics)) for spec in specs]
-        tensors[name] = torch.stack(drawn) if specs[0].shard == "experts" else drawn[0]
+        drawn = [hold(spec, _draw(spec, config, _generator(seed, spec.name)), numerics) for spec in specs]
+        tensors |= stack_held(name, specs, drawn)
     return RankWeights(tensors, Topology(), 0)
 
 

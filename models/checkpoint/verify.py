@@ -11,6 +11,7 @@ import torch
 
 from ..v4.config import CONFIG_LIMIT, V4Config, from_config_json
 from ..v4.quant import FP4_GROUP
+from .forms import OFFICIAL, W8A8_FORM, stored_table, stores_codes
 from .names import TensorSpec, tensor_table
 from .reader import CheckpointError, Reader, Stored, few, list_stored, read_json_object
 from .shown import shown_value
@@ -21,12 +22,16 @@ TOKENIZER_LIMIT = 128 << 20
 SCALE_DTYPES = ("F8_E8M0", "F32", "U8")
 """Official scales, the base releases' plain numbers, and e8m0 bytes under an integer's name."""
 
+FORM_PROBE = "layers.0.attn.wq_b.weight"
+"""Its dtype shows the stored form: I8 codes in w8a8's, FP8 in the official one."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A verified folder: its config and where every tensor of the name table lies, by official name.
 
-    notes tell what was tolerated. log holds (stored name, bytes) of the tables that were read for checking.
+    notes tell what was tolerated. log holds (stored name, bytes) of the tables that were read for checking. form:
+    how the target's weights are stored, official or w8a8.
     """
 
     directory: Path
@@ -34,6 +39,7 @@ class Checkpoint:
     stored: Mapping[str, Stored]
     notes: tuple[str, ...]
     log: tuple[tuple[str, int], ...]
+    form: str = OFFICIAL
 
     def fingerprint(self) -> int:
         """Number that differs, in all likelihood, between folders of different shape or names."""
@@ -43,12 +49,18 @@ class Checkpoint:
 
 def read_config(directory: Path | str) -> V4Config:
     """The folder's config.json; CheckpointError naming file, key, value and what is allowed."""
-    path = Path(directory) / CONFIG_NAME
+    return _read_config(Path(directory))[0]
+
+
+def _read_config(directory: Path) -> tuple[V4Config, object]:
+    """(the config, what config.json says of its quantisation's method)."""
+    path = directory / CONFIG_NAME
     raw = read_json_object(path, CONFIG_LIMIT)
     try:
-        return from_config_json(raw)
+        config = from_config_json(raw)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    return config, (raw.get("quantization_config") or {}).get("quant_method")
 
 
 def open_checkpoint(directory: Path | str, config: V4Config | None = None) -> Checkpoint:
@@ -58,22 +70,40 @@ def open_checkpoint(directory: Path | str, config: V4Config | None = None) -> Ch
     config says which. Raises CheckpointError with every kind of fault found and the first few names of each.
     """
     folder = Path(directory)
+    method: object = None
     if config is None:
-        config = read_config(folder)
+        config, method = _read_config(folder)
     stored, notes = list_stored(folder)
-    config, expert_notes = _with_stored_experts(config, stored)
+    form = _stored_form(stored, method, folder)
+    config, expert_notes = _with_stored_experts(config, stored, form)
     _check_packing(config, folder)
-    by_name = _match(config, stored, folder)
+    by_name = _match(config, form, stored, folder)
     _check_tokenizer(folder / TOKENIZER_NAME, config)
     with Reader(folder) as reader:
         _check_hash_tables(config, by_name, reader)
         log = tuple(reader.log)
-    return Checkpoint(folder, config, by_name, notes + expert_notes, log)
+    return Checkpoint(folder, config, by_name, notes + expert_notes, log, form)
 
 
-def _with_stored_experts(config: V4Config, stored: Mapping[str, Stored]) -> tuple[V4Config, tuple[str, ...]]:
-    """Base releases store FP8 experts; which form it is shows in the dtype of the first."""
-    probe = next((s for name, s in stored.items() if ".ffn.experts." in name and name.endswith(".weight")), None)
+def _stored_form(stored: Mapping[str, Stored], method: object, folder: Path) -> str:
+    """The form of the target's weights, in which config.json's quant_method (None: not given) must agree."""
+    probe = stored.get(FORM_PROBE)
+    if probe is None:
+        return W8A8_FORM if method == W8A8_FORM else OFFICIAL
+    form = W8A8_FORM if probe.dtype == "I8" else OFFICIAL
+    if method is not None and (method == W8A8_FORM) != (form == W8A8_FORM):
+        wanted = "'w8a8'" if form == W8A8_FORM else "'fp8', as the official layout has it"
+        raise CheckpointError(
+            f"{folder / CONFIG_NAME}: quant_method is {shown_value(method)}, but {probe.name} is stored as "
+            f"{probe.dtype}; allowed beside it: {wanted}"
+        )
+    return form
+
+
+def _with_stored_experts(config: V4Config, stored: Mapping[str, Stored], form: str) -> tuple[V4Config, tuple[str, ...]]:
+    """Base releases store FP8 experts; which it is shows in the dtype of the first that is not in the INT8 form."""
+    names = (n for n in stored if ".ffn.experts." in n and n.endswith(".weight"))
+    probe = next((stored[name] for name in names if form == OFFICIAL or name.startswith("mtp.")), None)
     expert_dtype = {"I8": "fp4", "F8_E4M3": "fp8"}.get(probe.dtype if probe else "", config.expert_dtype)
     if expert_dtype == config.expert_dtype:
         return config, ()
@@ -81,12 +111,12 @@ def _with_stored_experts(config: V4Config, stored: Mapping[str, Stored]) -> tupl
     return replace(config, expert_dtype=expert_dtype), (note,)
 
 
-def _match(config: V4Config, stored: Mapping[str, Stored], folder: Path) -> dict[str, Stored]:
+def _match(config: V4Config, form: str, stored: Mapping[str, Stored], folder: Path) -> dict[str, Stored]:
     """Official name -> place; one error for all tensors that do not fit the table."""
     faults = _Faults()
     by_name: dict[str, Stored] = {}
     known: set[str] = set()
-    for spec in tensor_table(config):
+    for spec in stored_table(config, form):
         weight = stored.get(spec.name)
         known.add(spec.name)
         if weight is not None:
@@ -101,7 +131,7 @@ def _match(config: V4Config, stored: Mapping[str, Stored], folder: Path) -> dict
         faults.pair(spec, weight, scales)
         for scale in scales:
             by_name[spec.scale_name] = scale
-            faults.compare(scale, spec.scale_shape, SCALE_DTYPES)
+            faults.compare(scale, spec.scale_shape, ("F32",) if stores_codes(spec) else SCALE_DTYPES)
     faults.unexpected += [name for name in stored if name not in known]
     faults.raise_any(folder)
     return by_name

@@ -1,15 +1,17 @@
 """Writing a checkpoint in the official layout."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from ..v4.config import V4Config
 from ..v4.quant import encode
+from .forms import SCALE_BYTES, stores_codes
 from .names import TensorSpec, tensor_table
 from .reader import INDEX_NAME, ITEM_BYTES
 from .verify import CONFIG_NAME, TOKENIZER_NAME
@@ -37,29 +39,49 @@ def write_checkpoint(
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_NAME).unlink(missing_ok=True)
-    shards = list(_shards(tensor_table(config), shard_bytes))
+    for _ in write_shards(folder, tensor_table(config), shard_bytes, lambda specs: _encoded(specs, weights)):
+        pass
+    write_rest(folder, config.to_json(), tokenizer_json)
+
+
+def write_shards(
+    folder: Path,
+    table: tuple[TensorSpec, ...],
+    shard_bytes: int,
+    make: Callable[[list[TensorSpec]], dict[str, torch.Tensor]],
+) -> Iterator[tuple[int, int]]:
+    """Write the tensors that `make` gives for each shard's specs, then the index; after each shard (its number from 1,
+    how many there are)."""
+    shards = list(_shards(table, shard_bytes))
     weight_map: dict[str, str] = {}
     total = 0
     for number, specs in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = _encoded(specs, weights)
+        tensors = make(specs)
         total += sum(t.numel() * t.element_size() for t in tensors.values())
         weight_map |= dict.fromkeys(tensors, file_name)
         partial = folder / f"{file_name}.partial"
         save_file(tensors, partial, metadata={"format": "pt"})
         partial.rename(folder / file_name)
+        del tensors
+        yield number, len(shards)
     _remove_stale(folder, set(weight_map.values()))
     _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def write_rest(folder: Path, config_json: Mapping[str, Any], tokenizer_json: str | None) -> None:
+    """Write tokenizer.json (None: there is none), and config.json last: it makes the folder a checkpoint."""
     if tokenizer_json is None:
         (folder / TOKENIZER_NAME).unlink(missing_ok=True)
     else:
         _write_text(folder / TOKENIZER_NAME, tokenizer_json)
-    _write_json(folder / CONFIG_NAME, config.to_json())
+    _write_json(folder / CONFIG_NAME, config_json)
 
 
 def stored_bytes(spec: TensorSpec) -> int:
-    """Bytes of the tensor and of its scale in the official layout."""
-    return prod(spec.stored_shape) * ITEM_BYTES[spec.dtype] + prod(spec.scale_shape or (0,))
+    """Bytes of the tensor as stored, and of its scale: FP32 of INT8 codes, one byte each of blocks."""
+    scale = prod(spec.scale_shape or (0,)) * (SCALE_BYTES if stores_codes(spec) else 1)
+    return prod(spec.stored_shape) * ITEM_BYTES[spec.dtype] + scale
 
 
 def _check_weights(config: V4Config, weights: Mapping[str, torch.Tensor]) -> None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from ...layouts.tiles import TILE
 from ...parallel.topology import Topology
+from ..checkpoint.forms import SCALE_BYTES, is_int8
 from ..numerics import Numerics
 from .config import V4Config
-from .sizing import SCALE_BYTES, Held, is_int8
+from .sizing import Held
 from .traffic import DRAFT, HEAD, STEP, Exchange, Load
 
 LOOKED_UP = ("embed.weight", ".tid2eid", ".markov_w1.")

@@ -2,53 +2,27 @@
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from math import prod
-
-import torch
 
 from ...layouts.pages import PageFamily
 from ...parallel.topology import Topology
 from ..checkpoint.inventory import part_of
 from ..checkpoint.names import TensorSpec, held_table
-from ..checkpoint.share import held_dtype, held_slices
-from ..numerics import BFLOAT16, MODES, Numerics
+from ..checkpoint.share import held_slices, tensor_bytes
+from ..numerics import Numerics
 from .config import V4Config
-from .pools import PoolShape, engine_shape, pool_shapes, ring_pages
-
-W8A8 = replace(BFLOAT16, name="w8a8", quantisation="w8a8")
-PLANNED = {**MODES, W8A8.name: W8A8}
-"""Numerics that a plan can be made for."""
+from .pools import engine_shape, pool_shapes, ring_pages
 
 POOLS = ("window_kv", "csa_kv", "csa_index", "hca_kv", "csa_state", "index_state", "hca_state", "draft_kv")
 """Every pool of a plan; those that a model lacks have no bytes."""
-
-INT8_WEIGHTS = (".wq_b.", ".wo_b.", ".experts.", ".shared_experts.", ".e_proj.", ".h_proj.")
-BF16_WEIGHTS = ("head.weight", ".compressor.wkv.", ".compressor.wgate.", ".markov_head.")
-"""Marks of w8a8's weights: INT8 with an FP32 scale per output channel, and wide ones held in BF16. model.md 9.2."""
-
-SCALE_BYTES = 4
 
 MOST_REQUESTS = 1 << 20
 """No more requests of a group are counted."""
 
 
-def is_int8(spec: TensorSpec, numerics: Numerics) -> bool:
-    """Whether the product with this weight runs in INT8."""
-    return numerics.quantisation == "w8a8" and any(mark in spec.name for mark in INT8_WEIGHTS)
-
-
-def tensor_bytes(spec: TensorSpec, shape: tuple[int, ...], numerics: Numerics) -> int:
-    """Bytes of a part of this shape as a rank holds it, scales included."""
-    if is_int8(spec, numerics):
-        return prod(shape) + SCALE_BYTES * shape[0]
-    if numerics.quantisation == "w8a8" and any(mark in spec.name for mark in BF16_WEIGHTS):
-        return prod(shape) * torch.bfloat16.itemsize
-    return prod(shape) * held_dtype(spec, numerics).itemsize
-
-
 @dataclass(frozen=True)
 class Held:
-    """One key of a rank's weights: `count` tensors of `shape`, the first of which is `spec`; bytes of them all."""
+    """One key of a rank's weights: `count` tensors of `shape`, the first of which is `spec`; bytes of them all, and
+    of their channel scales under a key of their own."""
 
     spec: TensorSpec
     count: int
@@ -123,7 +97,7 @@ def plan_pools(config: V4Config, numerics: Numerics, wish: CacheWish) -> dict[st
         if wish.cache_bytes is not None:
             given["cache_bytes"] = wish.cache_bytes - pools["draft_kv"].num_bytes
     for name, found in pool_shapes(config, engine_shape(config, numerics, **given), numerics).items():
-        pools[name] = Pool(found.pages, _page_bytes(name, found, numerics))
+        pools[name] = Pool(found.pages, found.page_bytes)
     return pools
 
 
@@ -135,12 +109,6 @@ def _draft_pool(config: V4Config, numerics: Numerics, wish: CacheWish) -> Pool:
     pages = ring_pages(family, wish.requests, wish.max_context, wish.prefill_rows, rows, fresh, wish.prefix_points)
     row_bytes = len(config.draft_ratios) * config.head_dim * numerics.kv.itemsize
     return Pool(pages, family.page * row_bytes)
-
-
-def _page_bytes(name: str, pool: PoolShape, numerics: Numerics) -> int:
-    if name == "csa_index" and numerics.quantisation == "w8a8":
-        return pool.layers * pool.page * (pool.columns + SCALE_BYTES)
-    return pool.page_bytes
 
 
 def fitting_requests(config: V4Config, numerics: Numerics, wish: CacheWish, room: int) -> int:
