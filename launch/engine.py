@@ -163,7 +163,8 @@ class Engine:
         """Counters since the start; seconds per stage while the model's clock is enabled.
 
         pools: pages of this rank by family, those in use and the most that ever were. prefix: prompts of all groups
-        that started from a published prefix, and the rows that this saved, as of the last step.
+        that started from a published prefix, and the rows that this saved, as of the last step. kernels: which of the
+        compiled forms this rank's small steps use, [] for none.
         """
         pools = {
             name: {"pages": pool.count, "used": pool.used, "peak": pool.peak}
@@ -176,6 +177,7 @@ class Engine:
             "stages": dict(self.model.clock.seconds),
             "pools": pools,
             "prefix": {"hits": hits, "tokens": tokens},
+            "kernels": [] if self.model.kernels is None else self.model.kernels.parts(),
         }
 
     def _usable(self, what: str) -> None:

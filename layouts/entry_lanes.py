@@ -52,6 +52,18 @@ class EntryLanes:
             lanes_NLC.view(-1, lanes_NLC.shape[2]).index_copy_(0, lane, fresh_XC.index_select(0, source))
         return lanes_NLC
 
+    def sources(self, family: str) -> torch.Tensor:
+        """What feeds each lane, int64 [N, L] on the host: a fresh row (0 or more), nothing (-1), or the pool's row
+        -2 - source."""
+        lane_L, resident_N1 = np.arange(self.width), self.resident_N.numpy()[:, None]
+        source_NL = np.where(lane_L < self.known_N.numpy()[:, None], self.fresh_N.numpy()[:, None] + lane_L, -1)
+        pages_NP = self.pages.get(family)
+        if pages_NP is not None:
+            most = min(self.width, pages_NP.shape[1] * self.page)
+            slot_NL = pages_NP.numpy()[:, lane_L[:most] // self.page] * self.page + lane_L[:most] % self.page
+            source_NL[:, :most] = np.where(lane_L[:most] < resident_N1, -2 - slot_NL, source_NL[:, :most])
+        return torch.from_numpy(source_NL)
+
     def _resident_rows(
         self, fresh_XC: torch.Tensor, pool_SC: torch.Tensor | None, family: str, first: int, last: int
     ) -> torch.Tensor:

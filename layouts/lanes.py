@@ -44,6 +44,15 @@ class Lanes:
             lanes_XC.index_copy_(0, self.resident_lane, pool_SC.index_select(0, self.resident[family]))
         return lanes_XC.view(self.num_tiles, self.num_lanes, fresh_XC.shape[1])
 
+    def sources(self, family: str) -> torch.Tensor:
+        """What feeds each lane, int64 [N, L] on the host: a fresh row (0 or more), nothing (-1), or the pool's row
+        -2 - source."""
+        source_X = np.full(self.num_tiles * self.num_lanes, -1, dtype=np.int64)
+        source_X[self.fresh_lane.numpy()] = self.fresh_source.numpy()
+        if len(self.resident_lane):
+            source_X[self.resident_lane.numpy()] = -2 - self.resident[family].numpy()
+        return torch.from_numpy(source_X).view(self.num_tiles, self.num_lanes)
+
 
 @dataclass(frozen=True)
 class FreshSpan:

@@ -73,6 +73,10 @@ class TileSet:
     batches: tuple[TileBatch, ...]
     place_T: torch.Tensor
 
+    def selects(self, index_topk: int) -> bool:
+        """Whether any tile has more entries than a row may take."""
+        return any(batch.entries is not None and batch.entries.width > index_topk for batch in self.batches)
+
 
 @dataclass(frozen=True)
 class _Tiles:

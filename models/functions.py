@@ -11,6 +11,8 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from .kernels.calls import Kernels
+
 ROW_MULTIPLE = 4
 """Row counts at which an FP32 product on a CPU treats every row alike are the multiples of this."""
 
@@ -76,11 +78,15 @@ def mean_square_rsqrt(x: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.addcmul(constant((eps,), x.dtype, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
-def rms_norm(x: torch.Tensor, gain: torch.Tensor | None, eps: float, out: torch.dtype) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, gain: torch.Tensor | None, eps: float, out: torch.dtype, kernels: Kernels | None = None
+) -> torch.Tensor:
     """gain * x * rsqrt(mean(x^2) + eps) over the last dim, in the gain's (wide) dtype, cast once to `out`.
 
     Without a gain x must be wide already. model.md 2.1.
     """
+    if kernels is not None and kernels.norms:
+        return kernels.norm_turn(x, gain, eps, None)
     wide = x if gain is None else cast(x, gain.dtype)
     normed = wide * mean_square_rsqrt(wide, eps)
     return cast(normed if gain is None else normed.mul_(gain), out)

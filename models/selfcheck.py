@@ -17,7 +17,8 @@ from ..layouts.bits import same_bits
 from ..layouts.tiles import DENSE_LIMIT, MIN_WIDTH, TILE
 from ..parallel.groups import Groups
 from .functions import ROW_MULTIPLE, SMALL_PRODUCT, mean_square_rsqrt, row_linear, sigmoid_inverse, tile_product
-from .numerics import BFLOAT16, FLOAT32, Numerics
+from .matrix import DenseWeight
+from .numerics import BFLOAT16, FLOAT32, W8A8, Numerics
 from .v4.config import V4Config, tiny
 from .v4.hyper import sinkhorn
 from .v4.moe import batched_linear
@@ -31,7 +32,7 @@ MOST_OUTPUTS = 4096
 
 
 def row_independence(
-    config: V4Config | None = None, modes: tuple[Numerics, ...] = (FLOAT32, BFLOAT16)
+    config: V4Config | None = None, modes: tuple[Numerics, ...] = (FLOAT32, BFLOAT16, W8A8)
 ) -> dict[str, Any]:
     """{"holds": bool, "details": one line per product that fails}; config: whose widths are tried (default tiny)."""
     config = tiny() if config is None else config
@@ -74,6 +75,9 @@ def _products(config: V4Config, modes: tuple[Numerics, ...]) -> Iterator[tuple[s
         return torch.randn(*shape, generator=generator).to(dtype)
 
     for mode in modes:
+        if mode.quantisation is not None:
+            yield from _packed_products(config, noise)
+            continue
         for dtype, inputs, outputs in sorted(_linears(config, mode), key=str):
             weight = noise(outputs, inputs, dtype=dtype)
             name = f"linear {dtype} {inputs} -> {outputs}"
@@ -94,6 +98,20 @@ def _products(config: V4Config, modes: tuple[Numerics, ...]) -> Iterator[tuple[s
     yield "stream collapse", (lambda x: torch.bmm(x[:, :1, :h], x[:, :, h:]), streams)
     pooled = noise(LARGE_ROWS, 128, config.head_dim)
     yield "pooling", (lambda x: (torch.softmax(x, dim=1) * x).sum(1), pooled)
+
+
+def _packed_products(config: V4Config, noise: Callable[..., torch.Tensor]) -> Iterator[tuple[str, Product]]:
+    """What w8a8 runs beside its INT8 products, whose sums are exact: packed BF16 matrices, and FP32 ones."""
+    dense, wide = _linears(config, BFLOAT16), torch.float32
+    broad = {linear for linear in dense if linear[0] == wide} | {(wide, config.index_head_dim, config.index_head_dim)}
+    packed = {linear[1:] for linear in dense} | {(config.group_columns, config.o_lora_rank)}
+    for inputs, outputs in sorted(packed):
+        weight = DenseWeight(noise(outputs, inputs, dtype=torch.bfloat16))
+        rows = noise(LARGE_ROWS, inputs, dtype=torch.bfloat16)
+        yield f"packed linear {inputs} -> {outputs}", (weight.product, rows)
+    for dtype, inputs, outputs in sorted(broad, key=str):
+        weight_OI = noise(outputs, inputs, dtype=dtype)
+        yield f"linear {dtype} {inputs} -> {outputs}", (partial(_linear, weight_OI), noise(LARGE_ROWS, inputs))
 
 
 def _linears(config: V4Config, mode: Numerics) -> set[tuple[torch.dtype, int, int]]:

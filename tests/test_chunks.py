@@ -29,9 +29,11 @@ def text(seed: int, length: int = LENGTH) -> tuple[int, ...]:
     return tuple(draw.randrange(2, 264) for _ in range(length))
 
 
-def drive(sequences: list[tuple[tuple[int, ...], list[int]]], seed: int = 0, max_fresh: int = LENGTH) -> tuple:
+def drive(
+    sequences: list[tuple[tuple[int, ...], list[int]]], seed: int = 0, max_fresh: int = LENGTH, mode: str = MODE
+) -> tuple:
     """Run each (tokens, chunk lengths) as a request, all packed in the same steps -> (logits per request, dumps)."""
-    model = single_model(PRESET, MODE)
+    model = single_model(PRESET, mode)
     caches = model.make_caches(CacheShape(len(sequences), CONTEXT, max_fresh))
     poison(caches)
     permute_pages(caches, seed)

@@ -11,6 +11,7 @@ from meshspark.layouts.bits import same_bits
 from meshspark.layouts.rows import RequestRows
 from meshspark.models.numerics import BFLOAT16, numerics
 from meshspark.models.v4.config import PRESETS
+from meshspark.models.v4.output import project_output
 from meshspark.models.v4.pools import CacheShape
 from meshspark.models.v4.projection_choice import (
     CALL_BYTES,
@@ -20,7 +21,6 @@ from meshspark.models.v4.projection_choice import (
     prefetch_bytes,
     projection_costs,
 )
-from meshspark.models.v4.projections import project_output
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
@@ -82,9 +82,7 @@ def costs_are_the_ledgers(groups, preset, mode):
         found = []
         for gather_weights in (False, True):
             ledger.clear()
-            project_output(
-                o_TND, model.blocks[0].attention.projections, config, groups.tp, gather_weights=gather_weights
-            )
+            project_output(o_TND, model.blocks[0].attention.output, config, groups.tp, gather_weights=gather_weights)
             found.append(sum(r.bytes * (1 if gather_weights else tp - 1) for r in ledger))
     finally:
         ledger.clear()

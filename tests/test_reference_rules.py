@@ -304,7 +304,7 @@ def test_clamps_of_every_expert(gate: float, up: float, expected: float) -> None
     one = scalar(1.0)
     tolerance = {"rtol": 1e-12, "atol": 1e-60}
     torch.testing.assert_close(clamped_swiglu(scalar(gate), scalar(up), 10.0), scalar(expected), **tolerance)
-    shared = shared_expert(one, ExpertWeights(scalar(gate), scalar(up), one), 10.0, torch.float64)
+    shared = shared_expert(one, ExpertWeights(scalar(gate), scalar(up), one), 10.0, torch.float64, torch.float64)
     torch.testing.assert_close(shared, scalar(expected), **tolerance)
     stacked = ExpertWeights(scalar(gate)[None], scalar(up)[None], one[None])
     routed = routed_experts(one, torch.tensor([0.25], dtype=torch.float64), [1], stacked, 10.0)
@@ -320,7 +320,7 @@ def test_same_token_gives_the_same_bits_anywhere_in_a_batch() -> None:
     table = torch.tensor([[e % 4, (e + 1) % 4] for e in range(10)])
     experts = ExpertWeights(draw(4, 8, 16), draw(4, 8, 16), draw(4, 16, 8))
     shared = ExpertWeights(draw(8, 16), draw(8, 16), draw(16, 8))
-    layer = MoELayer(HashRouter(draw(4, 16), table, 1.5), experts, shared, 4, 10.0)
+    layer = MoELayer(HashRouter(draw(4, 16), table, 1.5), experts, shared, 4, 10.0, torch.float32)
     token, other = draw(1, 16), draw(5, 16)
     x = torch.cat((token, other[:3], token, other[3:]))
     ids = torch.tensor([5, 1, 2, 3, 5, 9, 5])

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...layouts.lanes import FreshSpan, make_lanes
+from ...layouts.entry_lanes import EntryLanes
+from ...layouts.lanes import FreshSpan, Lanes, make_lanes
 from ...layouts.pages import Tables
 from ...layouts.tiles import (
     MIN_WIDTH,
@@ -22,6 +23,7 @@ from ...layouts.tiles import (
     most_tiles,
 )
 from ..functions import cast, tile_product
+from ..kernels.calls import KernelLanes, Kernels
 from ..numerics import Numerics
 from .config import V4Config
 from .indexer import SELECT_ELEMENTS, lane_scores, select, selected_entries
@@ -29,6 +31,10 @@ from .indexer import SELECT_ELEMENTS, lane_scores, select, selected_entries
 MOST_ELEMENTS = 1 << 24
 """Elements of the largest tensor that attention makes of a batch of tiles (64 MiB in FP32), at any context: rows are
 taken in parts where scores or gathered keys would be more."""
+
+
+MOST_KERNEL_ROWS = 64
+"""Rows of a batch of tiles, padding included, up to which attention runs in kernels."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,10 @@ class RowMask:
 @dataclass(frozen=True)
 class TileMasks:
     """The row masks of a step's batches, each made by the first layer that needs it. By the identity of the plan's
-    tensors, which ratios share; for one plan only."""
+    tensors, which ratios share; for one plan only. sources: of the batches' lanes, for kernels, likewise."""
 
     made: dict[int, RowMask] = field(default_factory=dict)
+    sources: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
 
     def of(self, batch: TileBatch) -> RowMask:
         key = id(batch.window_admitted_NRL)
@@ -71,6 +78,13 @@ class TileMasks:
             hidden_NR1L = batch.window_admitted_NRL.logical_not().unsqueeze(2)
             self.made[key] = RowMask(batch.rows_NR.clamp(min=0).flatten(), hidden_NR1L)
         return self.made[key]
+
+    def keys(self, lanes: Lanes | EntryLanes, source: KeySource) -> KernelLanes:
+        """A batch's lanes as kernels take them."""
+        key = id(lanes), source.family
+        if key not in self.sources:
+            self.sources[key] = lanes.sources(source.family)
+        return KernelLanes(self.sources[key], source.fresh_XD.contiguous(), source.pool_SD)
 
 
 def attend(
@@ -82,17 +96,53 @@ def attend(
     tiles: TileSet,
     tables: Tables | None,
     masks: TileMasks | None = None,
+    kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """Attention output [T, A, D] in q's (wide) dtype; zero for padding rows. model.md 4.1, 4.2.
 
     Keys are values. The scale is D^-0.5; the sink joins the denominator only. masks: kept from layer to layer of a
     step; mutated.
     """
+    masks = TileMasks() if masks is None else masks
+    if kernels is not None and all(_in_kernels(batch, q_TAD, kernels) for batch in tiles.batches):
+        out_TAD = torch.zeros_like(q_TAD)
+        for batch in tiles.batches:
+            _attend_in_kernels(q_TAD, window, entries, index, sink_A, batch, masks, kernels, out_TAD)
+        return out_TAD
     outputs = [q_TAD.new_zeros(1, *q_TAD.shape[1:])]
     for batch in tiles.batches:
-        mask = (TileMasks() if masks is None else masks).of(batch)
+        mask = masks.of(batch)
         outputs.append(_attend_batch(q_TAD, window, entries, index, sink_A, batch, mask, tables))
     return torch.cat(outputs).index_select(0, tiles.place_T)
+
+
+def _in_kernels(batch: TileBatch, q_TAD: torch.Tensor, kernels: Kernels) -> bool:
+    lanes, entries = batch.window.num_lanes, batch.entries
+    if entries is not None:
+        lanes += entries.width
+    gathered = entries is not None and entries.gathered
+    return not gathered and lanes in kernels.lanes and batch.rows_NR.numel() <= MOST_KERNEL_ROWS
+
+
+def _attend_in_kernels(
+    q_TAD: torch.Tensor,
+    window: KeySource,
+    entries: KeySource | None,
+    index: IndexInputs | None,
+    sink_A: torch.Tensor,
+    batch: TileBatch,
+    masks: TileMasks,
+    kernels: Kernels,
+    out_TAD: torch.Tensor,
+) -> None:
+    """`_attend_batch` without copies of the keys, written to its rows of out_TAD."""
+    shared, compressed, selected_NRE, visible_NR = masks.keys(batch.window, window), None, None, None
+    if batch.entries is not None and entries is not None:
+        compressed, visible_NR = masks.keys(batch.entries.lanes, entries), batch.entries.visible_NR
+        if index is not None and batch.entries.width > index.topk:
+            selected_NRE = selection(index, batch, batch.entries)
+    admitted_NRL = batch.window_admitted_NRL
+    kernels.attend(q_TAD, sink_A, batch.rows_NR, shared, compressed, admitted_NRL, selected_NRE, visible_NR, out_TAD)
 
 
 def _attend_batch(

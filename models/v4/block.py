@@ -14,6 +14,8 @@ from ...layouts.payloads import Payload
 from ...layouts.rowplan import RowPlan
 from ...parallel.groups import Groups
 from ..functions import rms_norm
+from ..kernels.calls import Kernels
+from ..matrix import Watch
 from ..numerics import Numerics
 from ..stages import StageClock
 from .attention import IndexInputs, KeySource, TileMasks, attend
@@ -21,10 +23,11 @@ from .caches import Caches
 from .compressor import CompressorWeights, pool_entries, project, state_rows
 from .config import V4Config
 from .hyper import HyperWeights, hc_post, hc_pre
-from .indexer import IndexerWeights, index_queries
+from .indexer import IndexerWeights, index_queries, quantise_keys
 from .moe import MoELayer
+from .output import OutputWeights, project_output
 from .payloads import GATHERED
-from .projections import ProjectionWeights, Rotation, key_value, project_output, queries, query_latent
+from .projections import ProjectionWeights, Rotation, key_value, queries, query_latent
 from .rope import rotate
 from .weight_prefetch import WeightPrefetch
 
@@ -33,7 +36,8 @@ from .weight_prefetch import WeightPrefetch
 class StepContext:
     """What all layers of one step share. rotation: by frequency set (0 plain, 1 compressed), of the local rows;
     entry_rotation: by ratio, of the entries completed in the step. head_rotation: `rotation` for rows with heads.
-    valid (None: all are), token and position of rows. masks: what attention keeps for the next layer."""
+    valid (None: all are), token and position of rows. masks: what attention keeps for the next layer. scales: (layer,
+    stage, row scales) of all that the step quantised so far, None where nothing is."""
 
     config: V4Config
     numerics: Numerics
@@ -52,6 +56,13 @@ class StepContext:
     gather_weights: bool
     prefetch: WeightPrefetch | None = None
     masks: TileMasks = field(default_factory=TileMasks)
+    kernels: Kernels | None = None
+    scales: list[tuple[int, str, torch.Tensor]] | None = None
+
+    def watch(self, layer: int) -> Watch | None:
+        """Keeps the scales of a layer's quantised rows, which tell whether the rows were finite."""
+        scales = self.scales
+        return None if scales is None else lambda stage, scale_T: scales.append((layer, stage, scale_T))
 
     def pool(self, family: str, place: int) -> torch.Tensor | None:
         return None if self.caches is None else self.caches.pool(family, place)
@@ -65,6 +76,7 @@ class AttentionLayer:
     place: int
     ratio: int
     projections: ProjectionWeights
+    output: OutputWeights
     sink: torch.Tensor
     compressor: CompressorWeights | None
     indexer: IndexerWeights | None
@@ -73,38 +85,48 @@ class AttentionLayer:
         """Attention output [T, H] of the normed local rows; writes the group's rows to the caches at its end."""
         config, kind = step.config, min(self.ratio, 1)
         rotation, head_rotation = step.rotation[kind], step.head_rotation[kind]
+        watch = step.watch(self.layer)
         with step.clock("qkv"):
-            latent_TR = query_latent(x_TH, self.projections, config)
-            q_TAD = queries(latent_TR, self.projections, config, head_rotation)
+            latent_TR = query_latent(x_TH, self.projections, config, watch, step.kernels)
+            q_TAD = queries(latent_TR, self.projections, config, head_rotation, x_TH.dtype, step.kernels)
             fields = self._context_rows(x_TH, step, rotation)
         with step.clock("gather"):
             fields = self._gather(fields, step)
         with step.clock("compress"):
             written, entries = self._compress(fields, step)
         index = None
-        if self.indexer is not None:
+        tiles = step.plan.tiles[self.ratio]
+        if self.indexer is not None and tiles.selects(config.index_topk):
             with step.clock("index"):
-                q_TID, head_TI = index_queries(x_TH, latent_TR, self.indexer, config, head_rotation)
+                q_TID, head_TI = index_queries(
+                    x_TH, latent_TR, self.indexer, config, head_rotation, watch, step.kernels
+                )
                 keys = KeySource("csa_index", written["csa_index"], step.pool("csa_index", self.place))
                 index = IndexInputs(q_TID, head_TI, keys, config.index_topk)
         with step.clock("attend"):
             window = KeySource("window_kv", written["window_kv"], step.pool("window_kv", self.layer))
-            tiles = step.plan.tiles[self.ratio]
-            o_TAD = attend(q_TAD, window, entries, index, self.sink, tiles, step.tables, step.masks)
-            o_TAD = rotate(o_TAD, *head_rotation, inverse=True)
+            o_TAD = attend(q_TAD, window, entries, index, self.sink, tiles, step.tables, step.masks, step.kernels)
+            o_TAD = rotate(o_TAD, *head_rotation, inverse=True, kernels=step.kernels)
         self._write(written, step)
         with step.clock("publish"):
             shards = None if step.prefetch is None else step.prefetch.take(self.layer)
             return project_output(
-                o_TAD, self.projections, config, step.groups.tp, gather_weights=step.gather_weights, shards=shards
+                o_TAD,
+                self.output,
+                config,
+                step.groups.tp,
+                gather_weights=step.gather_weights,
+                shards=shards,
+                watch=watch,
+                kernels=step.kernels,
             )
 
     def _context_rows(self, x_TH: torch.Tensor, step: StepContext, rotation: Rotation) -> dict[str, torch.Tensor]:
-        fields = {"kv": key_value(x_TH, self.projections, step.config, rotation, step.numerics.kv)}
+        fields = {"kv": key_value(x_TH, self.projections, step.config, rotation, step.numerics.kv, step.kernels)}
         if self.compressor is not None:
-            fields["value"], fields["score"] = project(x_TH, self.compressor)
+            fields["value"], fields["score"] = project(x_TH, self.compressor, step.kernels)
         if self.indexer is not None:
-            fields["index_value"], fields["index_score"] = project(x_TH, self.indexer.compressor)
+            fields["index_value"], fields["index_score"] = project(x_TH, self.indexer.compressor, step.kernels)
         return fields
 
     def _gather(self, fields: dict[str, torch.Tensor], step: StepContext) -> dict[str, torch.Tensor]:
@@ -127,6 +149,8 @@ class AttentionLayer:
         if self.indexer is not None:
             families, names = ("index_state", "csa_index"), ("index_value", "index_score")
             self._pool(written, fields, names, families, self.indexer.compressor, step)
+            if self.indexer.quantised:
+                written["csa_index"] = quantise_keys(written["csa_index"])
         return written, KeySource(f"{kind}_kv", written[f"{kind}_kv"], step.pool(f"{kind}_kv", self.place))
 
     def _pool(
@@ -139,7 +163,7 @@ class AttentionLayer:
         step: StepContext,
     ) -> None:
         state_family, entry_family = families
-        state_GC = state_rows(fields[names[0]], fields[names[1]], step.position_G, weights)
+        state_GC = state_rows(fields[names[0]], fields[names[1]], step.position_G, weights, step.kernels)
         written[state_family] = state_GC
         written[entry_family] = pool_entries(
             state_GC,
@@ -150,6 +174,7 @@ class AttentionLayer:
             step.entry_rotation[self.ratio],
             step.config.rms_norm_eps,
             step.numerics.kv,
+            step.kernels,
         )
 
     def _write(self, written: dict[str, torch.Tensor], step: StepContext) -> None:
@@ -158,7 +183,7 @@ class AttentionLayer:
         with step.clock("write"):
             for family, rows in written.items():
                 place = self.layer if family == "window_kv" else self.place
-                step.caches.write(family, place, rows, step.plan.writes[family])
+                step.caches.write(family, place, rows, step.plan.writes[family], step.kernels)
 
 
 @dataclass(frozen=True)
@@ -176,14 +201,15 @@ class Block:
         """(streams after the layer [T, h, H], rows this rank sent to each expert [experts])."""
         config, eps, act = step.config, step.config.rms_norm_eps, step.numerics.activation
         with step.clock("hyper"):
-            x_TH, post_Th, mix_Thh = hc_pre(streams_ThH, self.hc_attn, config, act)
-            x_TH = rms_norm(x_TH, self.attn_norm, eps, act)
+            x_TH, post_Th, mix_Thh = hc_pre(streams_ThH, self.hc_attn, config, act, step.kernels)
+            x_TH = rms_norm(x_TH, self.attn_norm, eps, act, step.kernels)
         y_TH = self.attention.forward(x_TH, step)
         with step.clock("hyper"):
-            streams_ThH = hc_post(y_TH, streams_ThH, post_Th, mix_Thh)
-            x_TH, post_Th, mix_Thh = hc_pre(streams_ThH, self.hc_ffn, config, act)
-            x_TH = rms_norm(x_TH, self.ffn_norm, eps, act)
+            streams_ThH = hc_post(y_TH, streams_ThH, post_Th, mix_Thh, step.kernels)
+            x_TH, post_Th, mix_Thh = hc_pre(streams_ThH, self.hc_ffn, config, act, step.kernels)
+            x_TH = rms_norm(x_TH, self.ffn_norm, eps, step.numerics.accumulation, step.kernels)
         with step.clock("moe"):
-            y_TH, counts_E = self.moe.forward(x_TH, step.token_T, step.valid_T, step.groups.ep)
+            watch = step.watch(self.attention.layer)
+            y_TH, counts_E = self.moe.forward(x_TH, step.token_T, step.valid_T, step.groups.ep, watch, step.kernels)
         with step.clock("hyper"):
-            return hc_post(y_TH, streams_ThH, post_Th, mix_Thh), counts_E
+            return hc_post(y_TH, streams_ThH, post_Th, mix_Thh, step.kernels), counts_E

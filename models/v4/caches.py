@@ -14,6 +14,8 @@ from ...layouts.page_pool import PagePool
 from ...layouts.pages import COMPRESSED_TOKENS, PageFamily, PageTable, page_families
 from ...layouts.prefix import ROOT, Pages, PrefixIndex, point_key, point_keys
 from ...parallel.topology import Topology
+from ..functions import cast
+from ..kernels.calls import Kernels
 from ..numerics import Numerics
 from .config import V4Config
 from .integrity import check_pages
@@ -244,10 +246,21 @@ class Caches:
     def _make_room(self, family: PageFamily) -> bool:
         return self.prefixes.give_entries() if family.per_entry else self.prefixes.give_state()
 
-    def write(self, family: str, place: int, rows_XC: torch.Tensor, target: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def write(
+        self,
+        family: str,
+        place: int,
+        rows_XC: torch.Tensor,
+        target: tuple[torch.Tensor, torch.Tensor],
+        kernels: Kernels | None = None,
+    ) -> None:
         """Copy rows_XC[source] to pool slots, target = (source, slot) from the plan. Mutates the pool."""
         source, slot = target
-        self.pool(family, place).index_copy_(0, slot, rows_XC[source].to(self.pools[family].dtype))
+        pool_SC = self.pool(family, place)
+        if kernels is not None:
+            kernels.write_rows(pool_SC, rows_XC, source, slot)
+        elif len(source):
+            pool_SC.index_copy_(0, slot, cast(rows_XC.index_select(0, source), pool_SC.dtype))
 
     def check_integrity(self) -> None:
         """RuntimeError naming family and page where pages are lost, shared unknown, or mapped twice."""
@@ -272,4 +285,5 @@ class Caches:
 def poison(caches: Caches, value: float = float("nan")) -> None:
     """Fill every pool row with `value`: whoever reads a row that was never written sees it. Mutates the pools."""
     for pool in caches.pools.values():
-        pool.fill_(value)
+        # Every byte of codes: their scales become NaN too.
+        pool.fill_(value if pool.is_floating_point() else -1)

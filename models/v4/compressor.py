@@ -9,17 +9,19 @@ from dataclasses import dataclass
 import torch
 
 from ...layouts.rowplan import Boundaries
-from ..functions import cast, rms_norm, row_linear
+from ..functions import cast, rms_norm
+from ..kernels.calls import Kernels
+from ..matrix import Matrix, product
 from .projections import Rotation
 from .rope import rotate
 
 
 @dataclass(frozen=True)
 class CompressorWeights:
-    """wkv and wgate [C, H], ape [ratio, C], norm [D]; all in the accumulation dtype."""
+    """wkv and wgate [C, H], ape [ratio, C], norm [D]; all in the accumulation dtype, or the first two packed."""
 
-    wkv: torch.Tensor
-    wgate: torch.Tensor
+    wkv: Matrix
+    wgate: Matrix
     ape: torch.Tensor
     norm: torch.Tensor
 
@@ -32,16 +34,23 @@ class CompressorWeights:
         return self.norm.shape[0]
 
 
-def project(x_TH: torch.Tensor, weights: CompressorWeights) -> tuple[torch.Tensor, torch.Tensor]:
+def project(
+    x_TH: torch.Tensor, weights: CompressorWeights, kernels: Kernels | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(value, score) [T, C] of each row, in the accumulation dtype; the score is still without its ape."""
-    wide_TH = cast(x_TH, weights.wkv.dtype)
-    return row_linear(wide_TH, weights.wkv), row_linear(wide_TH, weights.wgate)
+    return product(x_TH, weights.wkv, kernels), product(x_TH, weights.wgate, kernels)
 
 
 def state_rows(
-    value_GC: torch.Tensor, score_GC: torch.Tensor, position_G: torch.Tensor, weights: CompressorWeights
+    value_GC: torch.Tensor,
+    score_GC: torch.Tensor,
+    position_G: torch.Tensor,
+    weights: CompressorWeights,
+    kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """What a state pool stores of each row: [value | score + ape of its position], [G, 2C]."""
+    if kernels is not None:
+        return kernels.state_rows(value_GC, score_GC, weights.ape, position_G)
     return torch.cat((value_GC, score_GC + weights.ape.index_select(0, position_G % weights.ratio)), dim=1)
 
 
@@ -54,6 +63,7 @@ def pool_entries(
     rotation_E: Rotation,
     eps: float,
     out: torch.dtype,
+    kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """The entries [E, D] that the step completes, in `out`, from resident state and fresh rows alike.
 
@@ -69,6 +79,8 @@ def pool_entries(
         value_EPC, score_EPC = _overlap(value_EPC), _overlap(score_EPC)
     score_EPC = score_EPC.masked_fill(~boundaries.present_EP[:, :, None], float("-inf"))
     pooled_ED = (torch.softmax(score_EPC, dim=1) * value_EPC).sum(1)
+    if kernels is not None and kernels.norms:
+        return kernels.norm_turn(pooled_ED, weights.norm, eps, rotation_E)
     normed_ED = rms_norm(pooled_ED, weights.norm, eps, weights.norm.dtype)
     return cast(rotate(normed_ED, *rotation_E), out)
 

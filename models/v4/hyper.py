@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ..functions import cast, constant, mean_square_rsqrt, missing_rows, row_linear, sigmoid, sigmoid_inverse
+from ..kernels.calls import Kernels
 from .config import V4Config
 
 
@@ -36,11 +37,13 @@ def sinkhorn(logits_Thh: torch.Tensor, iterations: int, eps: float) -> torch.Ten
     """Near doubly stochastic mixing matrices [T, h, h]: softmax over the last axis, then columns and rows in
     turn, ending on columns."""
     num_rows, h, _ = logits_Thh.shape
-    mix_TM = torch.softmax(logits_Thh, dim=-1).view(num_rows, h * h)
+    mix_TM = (logits_Thh - logits_Thh.detach().amax(2, keepdim=True)).exp().view(num_rows, h * h)
     extra = missing_rows(num_rows, mix_TM)
     if extra:
         mix_TM = F.pad(mix_TM, (0, 0, 0, extra))
     rows_NN, columns_NN, unit_MN, eps_N = _line_sums(h, eps, mix_TM.dtype, mix_TM.device)
+    # The softmax is spelled with sums of the same kind, so that all of its additions have one order on every device.
+    mix_TM = mix_TM / torch.mm(mix_TM, rows_NN[: h * h, : h * h])
     # Adds eps, and a last column of ones that carries eps. A product with ones and zeros then puts a line's sum, eps
     # included, under each of its members, and 1 under the ones: two calls a turn.
     mix_TN = torch.addmm(eps_N, mix_TM, unit_MN)
@@ -75,9 +78,18 @@ def _parts(h: int, device: torch.device) -> torch.Tensor:
 
 
 def hc_pre(
-    streams_ThH: torch.Tensor, weights: HyperWeights, config: V4Config, out: torch.dtype
+    streams_ThH: torch.Tensor,
+    weights: HyperWeights,
+    config: V4Config,
+    out: torch.dtype,
+    kernels: Kernels | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Collapse the streams for a sub-layer -> (x [T, H] in `out`, post [T, h], mix [T, h, h])."""
+    if kernels is not None and kernels.hyper:
+        streams_ThH = streams_ThH.contiguous()
+        raw_TM = row_linear(streams_ThH.flatten(1), weights.fn)
+        places = raw_TM, weights.base, weights.scale, config.rms_norm_eps
+        return kernels.collapse(streams_ThH, *places, config.hc_sinkhorn_iters, config.hc_eps)
     h = config.hc_mult
     mixing_TM = _mixing(streams_ThH, weights, config)
     scale_M = weights.scale.index_select(0, _parts(h, mixing_TM.device))
@@ -92,9 +104,15 @@ def hc_pre(
 
 
 def hc_post(
-    y_TH: torch.Tensor, streams_ThH: torch.Tensor, post_Th: torch.Tensor, mix_Thh: torch.Tensor
+    y_TH: torch.Tensor,
+    streams_ThH: torch.Tensor,
+    post_Th: torch.Tensor,
+    mix_Thh: torch.Tensor,
+    kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """Streams after a sub-layer: new[k] = post[k] * y + sum over j of mix[j, k] * old[j]; dtype of the streams."""
+    if kernels is not None and kernels.hyper:
+        return kernels.spread(y_TH, streams_ThH, post_Th, mix_Thh)
     wide = mix_Thh.dtype
     added_ThH = post_Th.unsqueeze(2) * cast(y_TH, wide).unsqueeze(1)
     return cast(torch.baddbmm(added_ThH, mix_Thh.mT, cast(streams_ThH, wide)), streams_ThH.dtype)

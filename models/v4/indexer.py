@@ -10,6 +10,10 @@ import torch
 from ...layouts.entry_lanes import EntryLanes
 from ...layouts.tiles import SCORE_LANES
 from ..functions import cast, row_linear, tile_product
+from ..int8.hadamard import hadamard_matrix
+from ..int8.quantise import quantise_rows
+from ..kernels.calls import Kernels
+from ..matrix import Matrix, Operand, Watch, product
 from .compressor import CompressorWeights
 from .config import V4Config
 from .projections import Rotation, by_head
@@ -25,22 +29,55 @@ KeyRows = tuple[torch.Tensor, torch.Tensor | None, str]
 
 @dataclass(frozen=True)
 class IndexerWeights:
-    """wq_b [I*D, query rank], weights_proj [I, H], and the indexer's own ratio-4 compressor."""
+    """wq_b [I*D, query rank], weights_proj [I, H], and the indexer's own ratio-4 compressor.
 
-    wq_b: torch.Tensor
-    weights_proj: torch.Tensor
+    quantised: keys and queries go through the Hadamard rotation and are held as INT8 codes with a scale each.
+    """
+
+    wq_b: Matrix
+    weights_proj: Matrix
     compressor: CompressorWeights
+    quantised: bool = False
 
 
 def index_queries(
-    x_TH: torch.Tensor, latent_TR: torch.Tensor, weights: IndexerWeights, config: V4Config, rotation: Rotation
+    x_TH: torch.Tensor,
+    latent_TR: Operand,
+    weights: IndexerWeights,
+    config: V4Config,
+    rotation: Rotation,
+    watch: Watch | None = None,
+    kernels: Kernels | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(queries [T, I, D], head weights [T, I]) in the accumulation dtype; the weights carry both scale factors."""
+    """(queries [T, I, D], head weights [T, I]) in the accumulation dtype; the weights carry both scale factors.
+
+    Quantised queries are whole numbers, and the weights carry their scales too. model.md 9.2.
+    """
     wide = weights.compressor.norm.dtype
-    q_TID = row_linear(latent_TR, weights.wq_b).view(-1, config.index_n_heads, config.index_head_dim)
+    q_TID = product(latent_TR, weights.wq_b, kernels).view(-1, config.index_n_heads, config.index_head_dim)
     scale = config.index_n_heads**-0.5 * config.index_head_dim**-0.5
-    head_TI = cast(row_linear(x_TH, weights.weights_proj), wide) * scale
-    return cast(rotate(q_TID, *by_head(rotation)), wide), head_TI
+    head_TI = cast(product(x_TH, weights.weights_proj, kernels), wide) * scale
+    q_TID = rotate(cast(q_TID, x_TH.dtype), *by_head(rotation), kernels=kernels)
+    if not weights.quantised:
+        return cast(q_TID, wide), head_TI
+    rows = quantise_rows(_hadamard(q_TID.flatten(0, 1)))
+    scale_TI = rows.scale_T.view_as(head_TI)
+    if watch is not None:
+        watch("index", scale_TI)
+    return cast(rows.codes_TI, wide).view_as(q_TID), head_TI * scale_TI
+
+
+def quantise_keys(key_ED: torch.Tensor) -> torch.Tensor:
+    """Index keys as they are cached in INT8: [E, D + 4] int8, the codes of the rotated key and the bytes of its FP32
+    scale."""
+    rows = quantise_rows(_hadamard(key_ED))
+    return torch.cat((rows.codes_TI, rows.scale_T.unsqueeze(1).view(torch.int8)), dim=1)
+
+
+def _hadamard(x_XD: torch.Tensor) -> torch.Tensor:
+    """Rows in FP32, turned by the orthonormal Hadamard matrix, which is symmetric."""
+    wide_XD = cast(x_XD, torch.float32)
+    return row_linear(wide_XD, hadamard_matrix(x_XD.shape[1], torch.float32, x_XD.device))
 
 
 def index_scores(q_NRID: torch.Tensor, head_NRI: torch.Tensor, key_NED: torch.Tensor) -> torch.Tensor:
@@ -62,9 +99,15 @@ def lane_scores(q_NRID: torch.Tensor, head_NRI: torch.Tensor, lanes: EntryLanes,
 
 
 def _score(q_NRID: torch.Tensor, head_NRI: torch.Tensor, key_NLD: torch.Tensor) -> torch.Tensor:
-    N, R, heads, _ = q_NRID.shape
-    dots = tile_product(q_NRID.flatten(1, 2), cast(key_NLD.mT, q_NRID.dtype))
-    return dots.view(N, R, heads, -1).relu_().mul_(head_NRI[..., None]).sum(2)
+    N, R, heads, dim = q_NRID.shape
+    scale_N1L = None
+    if key_NLD.dtype == torch.int8:
+        # Codes of up to 127 over a few hundred columns: the products are whole numbers that FP32 holds exactly.
+        scale_N1L = key_NLD[..., dim:].view(torch.float32).mT
+        key_NLD = key_NLD[..., :dim]
+    dots = tile_product(q_NRID.flatten(1, 2), cast(key_NLD, q_NRID.dtype).mT)
+    scores_NRL = dots.view(N, R, heads, -1).relu_().mul_(head_NRI[..., None]).sum(2)
+    return scores_NRL if scale_N1L is None else scores_NRL.mul_(scale_N1L)
 
 
 def select(scores_NRE: torch.Tensor, admitted_NRE: torch.Tensor, count: int) -> torch.Tensor:

@@ -16,7 +16,12 @@ from ...layouts.rows import RequestRows
 from ...parallel.groups import Groups
 from ...parallel.ownership import vocab_slice
 from ..checkpoint.share import RankWeights
-from ..functions import rms_norm, row_linear
+from ..functions import rms_norm
+from ..int8.finite import require_finite
+from ..int8.linear import int8_weight
+from ..kernels.calls import Kernels
+from ..kernels.choice import choose_kernels
+from ..matrix import DenseWeight, Matrix, product
 from ..numerics import Numerics
 from ..stages import StageClock
 from .block import AttentionLayer, Block, StepContext
@@ -27,6 +32,7 @@ from .hyper import HyperWeights, hc_head
 from .indexer import IndexerWeights
 from .integrity import check_unique
 from .moe import make_moe
+from .output import output_weights
 from .payloads import model_payload
 from .pools import CacheShape
 from .projections import ProjectionWeights, by_head
@@ -77,16 +83,19 @@ class Model:
         weights: dict[str, torch.Tensor],
         groups: Groups,
         numerics: Numerics,
+        kernels: Kernels | Literal["auto"] | None = "auto",
     ) -> None:
         """weights: this rank's tensors by official name, as models.checkpoint.loader gives them; kept, not copied."""
         groups.topology.check_model(config.o_groups, config.vocab_size, config.n_routed_experts)
         if isinstance(weights, RankWeights):
-            weights.require(groups.topology, groups.rank)
+            weights.require(groups.topology, groups.rank, numerics)
         self.config, self.groups, self.numerics = config, groups, numerics
         self.clock = StageClock(device=groups.device, ledger=groups.ledger)
-        self.embed, self.head, self.norm = weights["embed.weight"], weights["head.weight"], weights["norm.weight"]
+        self.embed, self.norm = weights["embed.weight"], weights["norm.weight"]
         self.hc_head = _hyper(weights, "hc_head")
-        self.blocks = tuple(_block(weights, config, layer) for layer in range(config.num_hidden_layers))
+        self.blocks = tuple(
+            _block(weights, config, layer, groups, numerics) for layer in range(config.num_hidden_layers)
+        )
         self.geometry = Geometry(config.sliding_window, tuple(sorted(set(config.compress_ratios))), config.index_topk)
         self._payloads = {kind: model_payload(kind, config, numerics) for kind in PAYLOAD_KINDS}
         device = self.embed.device
@@ -94,9 +103,12 @@ class Model:
         self._frequencies = {kind: spread(frequencies(config, kind, device), width) for kind in (0, 4)}
         shard = vocab_slice(groups.tp.rank, groups.topology.tp, config.vocab_size)
         expected = (shard.stop - shard.start, config.hidden_size)
-        if tuple(self.head.shape) != expected:
-            raise ValueError(f"head.weight is {tuple(self.head.shape)}, allowed: {expected} at {groups.topology}")
+        found = tuple(weights["head.weight"].shape)
+        if found != expected:
+            raise ValueError(f"head.weight is {found}, allowed: {expected} at {groups.topology}")
+        self.head = _matrix(weights, "head", numerics)
         self._vocab_offset = shard.start
+        self.kernels = choose_kernels(config, numerics, groups) if kernels == "auto" else kernels
         self._prefetch: WeightPrefetch | None = None
 
     def make_caches(self, shape: CacheShape) -> Caches:
@@ -145,7 +157,8 @@ class Model:
 
         want 'ids' asks for the highest logit's id only (ties to the lowest id). gather_weights picks the second
         form of the output projection; same bits; all ranks of a TP group pick alike (`ProjectionCosts.choose`).
-        The next layer's weights are on their way while a layer computes, unless gradients are recorded.
+        The next layer's weights are on their way while a layer computes, unless gradients are recorded. In w8a8 a row
+        that is NaN or infinite where it is quantised is a NonFiniteActivation: INT8 codes would hide it.
         """
         if caches is not None and caches.topology != self.groups.topology:
             caches.topology.require_same(self.groups.topology, "caches")
@@ -171,6 +184,9 @@ class Model:
             for tap in taps:
                 if tap.layer == layer:
                     tapped[tap] = self._tap(tap, before_ThH, streams_ThH)
+        if step.scales is not None:
+            with self.clock("finite"):
+                require_finite(step.scales)
         with self.clock("lm_head"):
             logits, ids = self.read_out(streams_ThH, plan, want)
         return StepOutput(plan.asked.owned(self.groups.tp.rank), logits, ids, tapped, counts)
@@ -187,7 +203,8 @@ class Model:
             # What autograd keeps must not be overwritten by the layer after the next one.
             return None
         if self._prefetch is None:
-            owned = [(block.attention.projections.wo_a, block.attention.projections.wo_b) for block in self.blocks]
+            stored = [block.attention.output.stored for block in self.blocks]
+            owned = [weights for weights in stored if weights is not None]
             self._prefetch = WeightPrefetch(owned, self.groups.tp)
         self._prefetch.begin()
         return self._prefetch
@@ -219,6 +236,8 @@ class Model:
             clock=self.clock,
             gather_weights=gather_weights,
             prefetch=prefetch,
+            kernels=None if torch.is_grad_enabled() else self.kernels,
+            scales=None if self.numerics.quantisation is None else [],
         )
 
     def read_out(
@@ -229,10 +248,11 @@ class Model:
         Final norm of the asked rows, their logits on this rank's vocabulary, and the exchange to the owners.
         """
         group, asked, act = self.groups.tp, plan.asked, self.numerics.activation
+        kernels = None if torch.is_grad_enabled() else self.kernels
         hidden_AH = hc_head(streams_ThH[asked.local_rows], self.hc_head, self.config, act)
-        hidden_AH = rms_norm(hidden_AH, self.norm, self.config.rms_norm_eps, act)
+        hidden_AH = rms_norm(hidden_AH, self.norm, self.config.rms_norm_eps, act, kernels)
         hidden_AH = gather_asked(hidden_AH, asked.counts, group, stage="lm_head")
-        local_AV = row_linear(hidden_AH.to(self.head.dtype), self.head)
+        local_AV = product(hidden_AH, self.head, kernels)
         if want == "logits":
             return return_logits(local_AV, asked.destination, group, stage="exchange_logits"), None
         ids, _ = return_best(local_AV, self._vocab_offset, asked.destination, group, stage="exchange_logits")
@@ -243,33 +263,42 @@ def _hyper(weights: dict[str, torch.Tensor], prefix: str) -> HyperWeights:
     return HyperWeights(*(weights[f"{prefix}_{part}"] for part in ("fn", "base", "scale")))
 
 
-def _compressor(weights: dict[str, torch.Tensor], prefix: str) -> CompressorWeights:
-    return CompressorWeights(
-        *(weights[f"{prefix}compressor.{name}"] for name in ("wkv.weight", "wgate.weight", "ape", "norm.weight"))
-    )
+def _matrix(weights: dict[str, torch.Tensor], name: str, numerics: Numerics) -> Matrix:
+    """The matrix of this name as its numerics multiply it."""
+    weight = weights[f"{name}.weight"]
+    if numerics.quantisation is None:
+        return weight
+    return int8_weight(weight, weights[f"{name}.scale"]) if weight.dtype == torch.int8 else DenseWeight(weight)
 
 
-def _block(weights: dict[str, torch.Tensor], config: V4Config, layer: int) -> Block:
+def _compressor(weights: dict[str, torch.Tensor], prefix: str, numerics: Numerics) -> CompressorWeights:
+    wkv, wgate = (_matrix(weights, f"{prefix}compressor.{name}", numerics) for name in ("wkv", "wgate"))
+    ape, norm = weights[f"{prefix}compressor.ape"], weights[f"{prefix}compressor.norm.weight"]
+    return CompressorWeights(wkv, wgate, ape, norm)
+
+
+def _block(weights: dict[str, torch.Tensor], config: V4Config, layer: int, groups: Groups, numerics: Numerics) -> Block:
     prefix = f"layers.{layer}."
     attn = f"{prefix}attn."
     ratio = config.compress_ratios[layer]
-    projections = ProjectionWeights(
-        *(weights[f"{attn}{name}.weight"] for name in ("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "wo_a", "wo_b"))
-    )
+    wq_a, wq_b, wkv = (_matrix(weights, f"{attn}{name}", numerics) for name in ("wq_a", "wq_b", "wkv"))
+    q_norm, kv_norm = weights[f"{attn}q_norm.weight"], weights[f"{attn}kv_norm.weight"]
+    wo_a, wo_b = weights[f"{attn}wo_a.weight"], weights[f"{attn}wo_b.weight"]
+    scale_H = weights.get(f"{attn}wo_b.scale")
+    own_groups = config.o_groups // groups.topology.tp
     indexer = None
     if ratio == 4:
-        indexer = IndexerWeights(
-            weights[f"{attn}indexer.wq_b.weight"],
-            weights[f"{attn}indexer.weights_proj.weight"],
-            _compressor(weights, f"{attn}indexer."),
-        )
+        wq, proj = (_matrix(weights, f"{attn}indexer.{name}", numerics) for name in ("wq_b", "weights_proj"))
+        own = _compressor(weights, f"{attn}indexer.", numerics)
+        indexer = IndexerWeights(wq, proj, own, quantised=numerics.quantisation is not None)
     attention = AttentionLayer(
         layer=layer,
         place=config.layers_of(ratio).index(layer),
         ratio=ratio,
-        projections=projections,
+        projections=ProjectionWeights(wq_a, q_norm, wq_b, wkv, kv_norm),
+        output=output_weights(wo_a, wo_b, scale_H, own_groups, config, numerics.accumulation),
         sink=weights[f"{attn}attn_sink"],
-        compressor=_compressor(weights, attn) if ratio else None,
+        compressor=_compressor(weights, attn, numerics) if ratio else None,
         indexer=indexer,
     )
     return Block(
@@ -278,5 +307,5 @@ def _block(weights: dict[str, torch.Tensor], config: V4Config, layer: int) -> Bl
         attention=attention,
         hc_ffn=_hyper(weights, f"{prefix}hc_ffn"),
         ffn_norm=weights[f"{prefix}ffn_norm.weight"],
-        moe=make_moe(weights, prefix, config, config.is_hash_layer(layer)),
+        moe=make_moe(weights, prefix, config, config.is_hash_layer(layer), numerics.activation),
     )

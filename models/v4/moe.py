@@ -4,7 +4,7 @@ Legend: T local rows, H hidden, E routed experts, X experts of this rank, I expe
 R rows received by this rank's experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,11 @@ import torch
 from ...comm.experts import combine, dispatch, index_tensor
 from ...parallel.groups import Group
 from ..functions import ROW_MULTIPLE, SMALL_PRODUCT, cast, row_linear, silu, softplus
+from ..int8.linear import Int8Weight, int8_grouped, int8_weight
+from ..int8.quantise import QuantisedRows, quantise_rows
+from ..kernels.calls import Kernels
+from ..kernels.experts import mixture, route
+from ..matrix import Operand, Watch, operand, product
 from .config import V4Config
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -55,6 +60,10 @@ class LearnedRouter:
         indices_Tk = ranked.narrow(1, 0, self.num_experts_per_tok)
         return scores_TE, indices_Tk, _weigh(scores_TE, indices_Tk, self.routed_scaling_factor)
 
+    def chosen(self, token_T: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """What kernels choose by, and how many."""
+        return self.bias, self.num_experts_per_tok
+
 
 @dataclass(frozen=True)
 class HashRouter:
@@ -71,6 +80,10 @@ class HashRouter:
         indices_Tk = self.table[token_ids]
         return scores_TE, indices_Tk, _weigh(scores_TE, indices_Tk, self.routed_scaling_factor)
 
+    def chosen(self, token_T: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """What kernels choose by, and how many."""
+        return self.table[token_T], self.table.shape[1]
+
 
 @dataclass(frozen=True)
 class ExpertWeights:
@@ -79,6 +92,15 @@ class ExpertWeights:
     w1: torch.Tensor
     w3: torch.Tensor
     w2: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Int8Experts:
+    """The same matrices in INT8; one expert is a stack of one."""
+
+    w1: Int8Weight
+    w3: Int8Weight
+    w2: Int8Weight
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
@@ -154,10 +176,34 @@ def _batched_experts(
     return batched_linear(cast(hidden_XPI, x_RH.dtype), experts.w2).flatten(0, 1).index_select(0, place_R)
 
 
-def shared_expert(x_TH: torch.Tensor, expert: ExpertWeights, limit: float, wide: torch.dtype) -> torch.Tensor:
-    """The expert that every row passes, [T, H]."""
-    gate_TI, up_TI = cast(row_linear(x_TH, expert.w1), wide), cast(row_linear(x_TH, expert.w3), wide)
-    return row_linear(cast(clamped_swiglu(gate_TI, up_TI, limit), x_TH.dtype), expert.w2)
+def int8_experts(
+    rows: QuantisedRows,
+    weight_R: torch.Tensor,
+    counts: Sequence[int],
+    experts: Int8Experts,
+    limit: float,
+    watch: Watch | None = None,
+) -> torch.Tensor:
+    """`routed_experts` in INT8, FP32 [R, H]: the routing weight is folded into the second scale. model.md 9.2."""
+    gate_RI, up_RI = int8_grouped(rows, counts, experts.w1), int8_grouped(rows, counts, experts.w3)
+    hidden = quantise_rows(clamped_swiglu(gate_RI, up_RI, limit))
+    if watch is not None:
+        watch("experts", hidden.scale_T)
+    return int8_grouped(QuantisedRows(hidden.codes_TI, hidden.scale_T * weight_R), counts, experts.w2)
+
+
+def shared_expert(
+    x_TH: Operand,
+    expert: ExpertWeights | Int8Experts,
+    limit: float,
+    wide: torch.dtype,
+    act: torch.dtype,
+    watch: Watch | None = None,
+) -> torch.Tensor:
+    """The expert that every row passes, [T, H]; what comes before w2 is rounded to `act` or quantised."""
+    gate_TI, up_TI = cast(product(x_TH, expert.w1), wide), cast(product(x_TH, expert.w3), wide)
+    hidden_TI = operand(clamped_swiglu(gate_TI, up_TI, limit), expert.w2, act, "shared", watch)
+    return product(hidden_TI, expert.w2)
 
 
 @dataclass(frozen=True)
@@ -165,35 +211,78 @@ class MoELayer:
     """Any router, this rank's routed experts, and the shared one."""
 
     router: Router
-    experts: ExpertWeights
-    shared: ExpertWeights
+    experts: ExpertWeights | Int8Experts
+    shared: ExpertWeights | Int8Experts
     num_experts: int
     swiglu_limit: float
+    activation: torch.dtype
 
     def forward(
-        self, x_TH: torch.Tensor, token_T: torch.Tensor, valid_T: torch.Tensor | None, group: Group
+        self,
+        x_TH: torch.Tensor,
+        token_T: torch.Tensor,
+        valid_T: torch.Tensor | None,
+        group: Group,
+        watch: Watch | None = None,
+        kernels: Kernels | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(y [T, H] in x's dtype, rows sent to each expert [E] int64).
+        """(y [T, H] in the activation dtype, rows sent to each expert [E] int64). x is not rounded to that dtype yet.
 
         Rows that are not valid (None: all are) reach no routed expert. Expert outputs are added to the shared one's
         in route order, in the router's wide dtype, so the result does not depend on where experts live.
         """
-        _, indices_Tk, weights_Tk = self.router.forward(x_TH, token_T)
-        sent = dispatch(x_TH, indices_Tk, weights_Tk, valid_T, group, self.num_experts, stage="dispatch")
-        y_RH = routed_experts(sent.x_RD, sent.weights_R, sent.expert_counts, self.experts, self.swiglu_limit)
-        routed_TkH = combine(y_RH, sent.handle, stage="combine")
+        act, limit = self.activation, self.swiglu_limit
+        if kernels is not None and group.size == 1:
+            own = self._in_kernels(x_TH, token_T, valid_T, kernels)
+            if own is not None:
+                return own
+        _, indices_Tk, weights_Tk = self.router.forward(cast(x_TH, act), token_T)
+        rows = operand(x_TH, self.shared.w1, act, "gate", watch)
+        codes, scale_T = (rows.codes_TI, rows.scale_T) if isinstance(rows, QuantisedRows) else (rows, None)
+        sent = dispatch(codes, indices_Tk, weights_Tk, valid_T, group, self.num_experts, scale_T, stage="dispatch")
+        if isinstance(self.experts, Int8Experts):
+            assert sent.scale_R is not None
+            arrived = QuantisedRows(sent.x_RD, sent.scale_R)
+            y_RH = int8_experts(arrived, sent.weights_R, sent.expert_counts, self.experts, limit, watch)
+        else:
+            y_RH = routed_experts(sent.x_RD, sent.weights_R, sent.expert_counts, self.experts, limit)
+        routed_TkH = combine(cast(y_RH, act), sent.handle, stage="combine")
         wide = weights_Tk.dtype
-        sum_TH = cast(shared_expert(x_TH, self.shared, self.swiglu_limit, wide), wide)
+        sum_TH = cast(shared_expert(rows, self.shared, limit, wide, act, watch), wide)
         for route_TH in cast(routed_TkH, wide).unbind(1):
             sum_TH = sum_TH + route_TH
-        return cast(sum_TH, x_TH.dtype), sent.handle.sent_E
+        return cast(sum_TH, act), sent.handle.sent_E
+
+    def _in_kernels(
+        self, x_TH: torch.Tensor, token_T: torch.Tensor, valid_T: torch.Tensor | None, kernels: Kernels
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`forward` where all experts are here; None where a kernel does not take them."""
+        experts, shared, router = self.experts, self.shared, self.router
+        if not isinstance(experts, ExpertWeights) or not isinstance(shared, ExpertWeights):
+            return None
+        if not kernels.takes(x_TH.shape[0], experts.w1, experts.w2) or experts.w1.shape[1:] != shared.w1.shape:
+            return None
+        if kernels.routes and isinstance(router, LearnedRouter | HashRouter):
+            chosen, routes = router.chosen(token_T)
+            factor = router.routed_scaling_factor
+            _, indices_Tk, weights_Tk = route(kernels, x_TH, router.gate, chosen, routes, SUM_FLOOR, factor)
+        else:
+            _, indices_Tk, weights_Tk = router.forward(x_TH, token_T)
+        indices_Tk, weights_Tk = indices_Tk.contiguous(), weights_Tk.contiguous()
+        own, common = (experts.w1, experts.w3, experts.w2), (shared.w1, shared.w3, shared.w2)
+        return mixture(kernels, x_TH, indices_Tk, weights_Tk, valid_T, own, common, self.swiglu_limit)
 
 
-def make_moe(weights: "dict[str, torch.Tensor]", prefix: str, config: V4Config, hash_layer: bool) -> MoELayer:
+def make_moe(
+    weights: Mapping[str, torch.Tensor], prefix: str, config: V4Config, hash_layer: bool, activation: torch.dtype
+) -> MoELayer:
     """The MoE of the block whose tensor names start with prefix."""
 
-    def expert(name: str) -> ExpertWeights:
-        return ExpertWeights(*(weights[f"{prefix}ffn.{name}.{w}.weight"] for w in ("w1", "w3", "w2")))
+    def expert(name: str) -> ExpertWeights | Int8Experts:
+        names = [f"{prefix}ffn.{name}.{w}" for w in ("w1", "w3", "w2")]
+        if weights[f"{names[0]}.weight"].dtype != torch.int8:
+            return ExpertWeights(*(weights[f"{each}.weight"] for each in names))
+        return Int8Experts(*(int8_weight(weights[f"{each}.weight"], weights[f"{each}.scale"]) for each in names))
 
     gate = weights[f"{prefix}ffn.gate.weight"]
     router: Router
@@ -202,4 +291,5 @@ def make_moe(weights: "dict[str, torch.Tensor]", prefix: str, config: V4Config, 
     else:
         bias = weights[f"{prefix}ffn.gate.bias"]
         router = LearnedRouter(gate, bias, config.num_experts_per_tok, config.routed_scaling_factor)
-    return MoELayer(router, expert("experts"), expert("shared_experts"), config.n_routed_experts, config.swiglu_limit)
+    experts, shared = expert("experts"), expert("shared_experts")
+    return MoELayer(router, experts, shared, config.n_routed_experts, config.swiglu_limit, activation)

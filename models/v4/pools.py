@@ -119,14 +119,17 @@ def point_pages(family: PageFamily) -> int:
     return -(-span.stop // family.page) - span.start // family.page if span else 0
 
 
-def family_columns(family: PageFamily, config: V4Config) -> int:
-    """Columns of one cache row of this family."""
-    return {
+def row_form(family: PageFamily, config: V4Config, numerics: Numerics) -> tuple[int, torch.dtype]:
+    """Columns and dtype of one cache row of this family. Quantised index rows are codes and the bytes of a scale."""
+    columns = {
         "csa_index": config.index_head_dim,
         "csa_state": 4 * config.head_dim,
         "index_state": 4 * config.index_head_dim,
         "hca_state": 2 * config.head_dim,
     }.get(family.name, config.head_dim)
+    if family.name == "csa_index" and numerics.quantisation is not None:
+        return columns + torch.float32.itemsize, torch.int8
+    return columns, numerics.accumulation if family.name.endswith("state") else numerics.kv
 
 
 def family_layers(family: PageFamily, config: V4Config) -> tuple[int, ...]:
@@ -139,12 +142,13 @@ def pool_shapes(config: V4Config, shape: CacheShape, numerics: Numerics) -> dict
     pools = {}
     for family in page_families(config.sliding_window, config.compress_ratios, shape.block_size):
         depth = family.depth(shape.max_context, shape.max_fresh)
+        columns, dtype = row_form(family, config, numerics)
         pools[family.name] = PoolShape(
             layers=len(family_layers(family, config)),
             pages=(shape.pages or {}).get(family.name, shape.request_slots * depth),
             page=family.page,
-            columns=family_columns(family, config),
-            dtype=numerics.accumulation if family.name.endswith("state") else numerics.kv,
+            columns=columns,
+            dtype=dtype,
             depth=depth,
         )
     return pools

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..functions import cast
+from ..kernels.calls import Kernels
 from .config import V4Config
 
 NTK_MIN_SPAN = 0.001
@@ -58,13 +59,22 @@ def angles(positions_T: torch.Tensor, frequencies_F: torch.Tensor, dtype: torch.
     return cast(angle_TF.cos(), dtype), cast(angle_TF.sin(), dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    inverse: bool = False,
+    kernels: Kernels | None = None,
+) -> torch.Tensor:
     """x with its last 2F channels turned as interleaved pairs; inverse turns back.
 
     cos and sin broadcast over [..., F], or over [..., W] with W not below x's width, as angles of `spread`
     frequencies are: then their last columns are taken. Computed in cos's dtype; the result has x's dtype.
     """
     width = x.shape[-1]
+    if kernels is not None and kernels.norms and cos.shape[-1] >= width:
+        return kernels.norm_turn(x, None, None, (cos, sin), inverse=inverse)
     if cos.shape[-1] < width:
         cos, sin = _spread_angles(cos, sin, width)
     elif cos.shape[-1] > width:
