@@ -1,0 +1,80 @@
+"""What all of the drafter's functions share: sizes, dtypes, groups, and weights with the target's two ends.
+
+Letters: M stages, T rows, H hidden, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ...parallel.groups import Groups
+from ..matrix import Matrix, Watch
+from ..numerics import Numerics
+from ..stages import StageClock
+from ..v4.config import V4Config
+from ..v4.projections import Rotation
+from ..v4.rope import angles, frequencies, spread
+from .round_trip import check_kv_group
+from .shape import DraftShape, draft_shape
+from .weights import DrafterWeights, drafter_weights
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """One rank's share of a drafter.
+
+    embed [V, H] whole and head [V / tp, H] are the target's own. kv_group: channels that share a scale where key rows
+    take the round trip through FP8, 0 where they do not (as the target's). watch: told the scales of quantised rows.
+    """
+
+    config: V4Config
+    shape: DraftShape
+    numerics: Numerics
+    groups: Groups
+    weights: DrafterWeights
+    embed: torch.Tensor
+    head: Matrix
+    frequencies: torch.Tensor
+    kv_group: int = 0
+    watch: Watch | None = None
+    clock: StageClock = field(default_factory=StageClock)
+
+    @property
+    def stages(self) -> int:
+        return len(self.weights.stages)
+
+    def rotation(self, position_T: torch.Tensor) -> Rotation:
+        """Angles of rows at these positions, plain ones: stages are sliding windows."""
+        return angles(position_T, self.frequencies, self.numerics.accumulation)
+
+
+def make_drafter(
+    config: V4Config,
+    weights: Mapping[str, torch.Tensor],
+    embed: torch.Tensor,
+    head: Matrix,
+    groups: Groups,
+    numerics: Numerics,
+    *,
+    shape: DraftShape | None = None,
+    kv_group: int = 0,
+    watch: Watch | None = None,
+    clock: StageClock | None = None,
+) -> Drafter:
+    """The drafter of a rank from its share of mtp.*; ValueError where weights, config and topology do not fit."""
+    groups.topology.check_model(config.o_groups, config.vocab_size, config.n_routed_experts)
+    check_kv_group(config, kv_group)
+    return Drafter(
+        config=config,
+        shape=draft_shape(config) if shape is None else shape,
+        numerics=numerics,
+        groups=groups,
+        weights=drafter_weights(weights, config, groups, numerics),
+        embed=embed,
+        head=head,
+        frequencies=spread(frequencies(config, 0, embed.device), config.head_dim),
+        kv_group=kv_group,
+        watch=watch,
+        clock=StageClock(device=groups.device, ledger=groups.ledger) if clock is None else clock,
+    )

@@ -1,0 +1,130 @@
+"""The drafter's weights by official name, as one rank holds them.
+
+Letters: H hidden, V vocabulary, I the taps' width, C the Markov rank.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ...parallel.groups import Groups
+from ..checkpoint.names import held_table
+from ..checkpoint.share import RankWeights
+from ..int8.linear import int8_weight
+from ..matrix import DenseWeight, Matrix
+from ..numerics import Numerics
+from ..v4.config import V4Config
+from ..v4.hyper import HyperWeights
+from ..v4.moe import MoELayer, make_moe
+from ..v4.output import OutputWeights, output_weights
+from ..v4.projections import ProjectionWeights
+from .shape import require_dspark
+
+
+@dataclass(frozen=True)
+class StageWeights:
+    """One stage: a block as the target's with a sliding window; its output groups and experts are sharded as there."""
+
+    hc_attn: HyperWeights
+    attn_norm: torch.Tensor
+    projections: ProjectionWeights
+    output: OutputWeights
+    sink: torch.Tensor
+    hc_ffn: HyperWeights
+    ffn_norm: torch.Tensor
+    moe: MoELayer
+
+
+@dataclass(frozen=True)
+class MarkovHeads:
+    """w1 [V, C] is looked up by the token before, w2 [V, C] makes logits of it; confidence [H + C] over both inputs."""
+
+    w1: torch.Tensor
+    w2: Matrix
+    confidence: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DrafterWeights:
+    """main_proj [H, I] and main_norm [H] for the context; the stages; hc_head and norm [H] of their readout; heads."""
+
+    main_proj: Matrix
+    main_norm: torch.Tensor
+    stages: tuple[StageWeights, ...]
+    hc_head: HyperWeights
+    norm: torch.Tensor
+    heads: MarkovHeads
+
+
+def count_stages(names: Iterable[str]) -> int:
+    """Stages that tensors of these names make: mtp.0 to the last without a gap. ValueError for a gap."""
+    found = sorted({int(name.split(".")[1]) for name in names if name.startswith("mtp.")})
+    if found != list(range(len(found))):
+        raise ValueError(f"mtp.* names stages {found}, allowed: each number from 0 to the last")
+    return len(found)
+
+
+def drafter_weights(
+    weights: Mapping[str, torch.Tensor], config: V4Config, groups: Groups, numerics: Numerics
+) -> DrafterWeights:
+    """A rank's drafter from its share of mtp.*, held as the numerics hold the target's: kept, not copied.
+
+    Other names are ignored. ValueError where tensors are missing, or were made for another topology.
+    """
+    require_dspark(config)
+    if isinstance(weights, RankWeights):
+        weights.require(groups.topology, groups.rank, numerics)
+    stages = count_stages(weights)
+    if stages != len(config.draft_ratios):
+        raise ValueError(
+            f"weights have {stages} stages of mtp.*, allowed: {len(config.draft_ratios)} as the config has"
+        )
+    missing = [name for name in held_table(config, draft=True) if name.startswith("mtp.") and name not in weights]
+    if missing:
+        raise ValueError(f"weights lack {len(missing)} tensors of the drafter, the first is {missing[0]}")
+    last = f"mtp.{stages - 1}."
+    return DrafterWeights(
+        main_proj=_matrix(weights, "mtp.0.main_proj", numerics),
+        main_norm=weights["mtp.0.main_norm.weight"],
+        stages=tuple(_stage(weights, f"mtp.{stage}.", config, groups, numerics) for stage in range(stages)),
+        hc_head=_hyper(weights, f"{last}hc_head"),
+        norm=weights[f"{last}norm.weight"],
+        heads=MarkovHeads(
+            weights[f"{last}markov_head.markov_w1.weight"],
+            _matrix(weights, f"{last}markov_head.markov_w2", numerics),
+            weights[f"{last}confidence_head.proj.weight"].flatten(),
+        ),
+    )
+
+
+def _stage(
+    weights: Mapping[str, torch.Tensor], prefix: str, config: V4Config, groups: Groups, numerics: Numerics
+) -> StageWeights:
+    attn = f"{prefix}attn."
+    wq_a, wq_b, wkv = (_matrix(weights, f"{attn}{name}", numerics) for name in ("wq_a", "wq_b", "wkv"))
+    q_norm, kv_norm = weights[f"{attn}q_norm.weight"], weights[f"{attn}kv_norm.weight"]
+    wo_a, wo_b = weights[f"{attn}wo_a.weight"], weights[f"{attn}wo_b.weight"]
+    own_groups = config.o_groups // groups.topology.tp
+    return StageWeights(
+        hc_attn=_hyper(weights, f"{prefix}hc_attn"),
+        attn_norm=weights[f"{prefix}attn_norm.weight"],
+        projections=ProjectionWeights(wq_a, q_norm, wq_b, wkv, kv_norm),
+        output=output_weights(wo_a, wo_b, weights.get(f"{attn}wo_b.scale"), own_groups, config, numerics.accumulation),
+        sink=weights[f"{attn}attn_sink"],
+        hc_ffn=_hyper(weights, f"{prefix}hc_ffn"),
+        ffn_norm=weights[f"{prefix}ffn_norm.weight"],
+        moe=make_moe(weights, prefix, config, False, numerics.activation),
+    )
+
+
+def _hyper(weights: Mapping[str, torch.Tensor], prefix: str) -> HyperWeights:
+    return HyperWeights(*(weights[f"{prefix}_{part}"] for part in ("fn", "base", "scale")))
+
+
+def _matrix(weights: Mapping[str, torch.Tensor], name: str, numerics: Numerics) -> Matrix:
+    """The matrix of this name as its numerics multiply it."""
+    weight = weights[f"{name}.weight"]
+    if numerics.quantisation is None:
+        return weight
+    return int8_weight(weight, weights[f"{name}.scale"]) if weight.dtype == torch.int8 else DenseWeight(weight)
