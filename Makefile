@@ -31,7 +31,7 @@ type: $(VENV)/.dev-installed  ## static types
 	$(BIN)/mypy
 
 bench: $(VENV)/.test-installed  ## decode speed of the sample
-	$(BIN)/meshspark bench decode
+	$(BIN)/meshspark bench decode --case sample
 
 # torch goes first and alone: what follows then finds it there and fetches no second build of it.
 $(VENV)/.torch-installed: constraints.txt

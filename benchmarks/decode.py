@@ -1,166 +1,214 @@
-"""Decode speed of the engine against transformers' generate: the same weights, prompts and threads, in one run.
+"""Decode speed against transformers: the same weights, rows and threads, in rounds that alternate.
 
-Rounds alternate, so that a machine that changes speed changes both; the ratio of a round is what counts.
+Cases: slice, single steps of a slice of Flash at its true widths, over caches filled with synthetic rows; sample, the
+bundled checkpoint through our engine and transformers' generate; tiny, the slice at test size.
 """
 
 import argparse
-import statistics
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..launch.engine import Engine
-from ..launch.flags import ALONE, FlagError, FlagParser, add_common, check_range, require_alone
+from ..launch.flags import FlagParser, RunFlags, check_range
 from ..launch.generate import SAMPLE
-from ..launch.output import people, write_json
-from ..launch.requests import SamplingParams
+from ..launch.output import people
 from ..launch.worker import resolve_here, run_main
-from ..models.checkpoint.loader import load_weights
-from ..models.checkpoint.verify import read_config
-from ..models.numerics import FLOAT32
+from ..layouts.rows import RequestRows
+from ..models.numerics import MODES
 from ..models.v4.config import V4Config
 from ..models.v4.model import Model
-from ..parallel.groups import Groups
-from ..parallel.topology import Topology
-from .peer import peer_model
+from ..models.v4.pools import CacheShape
+from ..models.v4.traffic import even_load
+from . import contest, rounds
+from .contest import Contest, peer_name
+from .limits import Meter, least_work, make_meter
+from .peer import PeerSteps
+from .rounds import Load, Report, Rounds, Row, Side
+from .sample_decode import SampleWish, sample_rows
+from .slice import CASES, Resident, draw_resident, fill_caches
 
-LIMITS = {"prompts": 1024, "prompt_tokens": 1 << 20, "new_tokens": 1 << 20, "rounds": 10_000, "threads": 1024}
+BENCHMARK = "decode"
+NUMERICS = {"slice": ("w8a8", "bfloat16"), "sample": ("float32", "w8a8"), "tiny": ("float32",)}
+"""Case -> ours by default, in the order in which the cases run."""
+
+CONTEXTS = {"slice": "1024,8192", "tiny": "96,384"}
+LIMITS = {"steps": 64, "prompt_tokens": 1 << 20, "new_tokens": 1 << 20}
 """Number that a flag gives -> the most it may be; the least is 1."""
 
 
 @dataclass(frozen=True)
-class Round:
-    """Tokens per second of one round, prefill included, and whether both wrote the same ids."""
+class Plan:
+    """What the flags ask for. verify: rows of each request in a step that verifies, 0 for no such step."""
 
-    engine: float
-    peer: float
-    same_ids: bool
+    cases: tuple[str, ...]
+    numerics: dict[str, tuple[str, ...]]
+    layers: tuple[int, ...]
+    batches: tuple[int, ...]
+    contexts: dict[str, tuple[int, ...]]
+    verify: int
+    steps: int
+    rounds: int
+    stages: bool
+    seed: int
+    sample: SampleWish
 
-
-def engine_ids(model: Model, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
-    """Greedy continuations by the engine, all prompts at once."""
-    longest = max(len(prompt) for prompt in prompts) + new_tokens
-    engine = Engine(model, requests=len(prompts), max_context=longest)
-    numbers = [engine.add_request(prompt, SamplingParams(max_new_tokens=new_tokens)) for prompt in prompts]
-    written: dict[int, list[int]] = {number: [] for number in numbers}
-    while engine.active:
-        for event in engine.step():
-            written[event.request_id] += event.token_ids
-    return [written[number] for number in numbers]
-
-
-@torch.no_grad()
-def peer_ids(net: torch.nn.Module, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
-    """Greedy continuations by transformers' generate; the prompts have one length."""
-    batch = torch.tensor(prompts)
-    written = net.generate(  # type: ignore[operator]
-        batch,
-        attention_mask=torch.ones_like(batch),
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    ids: list[list[int]] = written[:, batch.shape[1] :].tolist()
-    return ids
+    def loads(self, case: str) -> list[Load]:
+        """The steps of a case: one row of each request, and of the most requests also `verify` rows each."""
+        plain = [Load(case, batch, batch) for batch in self.batches]
+        most = max(self.batches)
+        return plain + ([Load(case, most, most * self.verify)] if self.verify else [])
 
 
-def run_rounds(
-    model: Model, net: torch.nn.Module, prompts: Sequence[list[int]], new_tokens: int, rounds: int
-) -> list[Round]:
-    """One warm-up round that is not counted, then `rounds` that are."""
-    results = []
-    for _ in range(rounds + 1):
-        begin = time.perf_counter()
-        ours = engine_ids(model, prompts, new_tokens)
-        between = time.perf_counter()
-        theirs = peer_ids(net, prompts, new_tokens)
-        end = time.perf_counter()
-        tokens = len(prompts) * new_tokens
-        results.append(Round(tokens / (between - begin), tokens / (end - between), ours == theirs))
-    return results[1:]
+class OurSteps:
+    """Steps of a model from caches that hold `resident`; every run begins there."""
+
+    def __init__(self, model: Model, resident: Resident, tokens_KBS: torch.Tensor) -> None:
+        self.model, self.start = model, resident.length
+        self.tokens: list[list[list[int]]] = tokens_KBS.tolist()
+        steps, batch, rows = tokens_KBS.shape
+        # Rings hold all rows of a run, so that the next one finds again what this one found.
+        shape = CacheShape(batch, resident.length + steps * rows, steps * rows)
+        self.caches = model.make_caches(shape)
+        fill_caches(model, self.caches, resident, resident.length)
+        self.hit: dict[int, float] = {}
+
+    @torch.no_grad()
+    def run(self) -> torch.Tensor:
+        """Logits of all steps, [K * B * S, V]."""
+        logits, counts = [], []
+        for number, tokens_BS in enumerate(self.tokens):
+            start = self.start + number * len(tokens_BS[0])
+            kind = "decode" if len(tokens_BS[0]) == 1 else "verify"
+            rows = [
+                RequestRows(slot, start, tokens, kind=kind, asked=range(len(tokens)))
+                for slot, tokens in enumerate(tokens_BS)
+            ]
+            output = self.model.forward(self.model.plan(rows, self.caches), self.caches)
+            assert output.logits is not None
+            logits.append(output.logits)
+            counts.append(output.counts)
+        self.hit = {layer: sum(int((c[layer] > 0).sum()) for c in counts) / len(counts) for layer in counts[0]}
+        return torch.cat(logits)
+
+
+class TheirSteps:
+    """The same of the peer."""
+
+    def __init__(self, net: torch.nn.Module, resident: Resident, tokens_KBS: torch.Tensor) -> None:
+        self.tokens_KBS = tokens_KBS
+        self.steps = PeerSteps(net, resident)
+
+    def run(self) -> torch.Tensor:
+        self.steps.restore()
+        return torch.cat([self.steps.step(tokens_BS).flatten(0, 1) for tokens_BS in self.tokens_KBS])
+
+
+def step_rows(plan: Plan, load: Load, held: Contest, meter: Meter) -> tuple[list[Row], Rounds]:
+    """Our models and the peers in turn, at every context."""
+    ours, sides = {}, {}
+    for context in plan.contexts[load.case]:
+        resident = draw_resident(held.config, load.batch, context, plan.seed + context)
+        tokens_KBS = _tokens(held.config, (plan.steps, load.batch, load.rows // load.batch), plan.seed)
+        for name, model in held.models.items():
+            ours[Side(name, context)] = OurSteps(model, resident, tokens_KBS)
+            sides[Side(name, context)] = (ours[Side(name, context)].run, plan.steps)
+        for name, net in held.peers.items():
+            sides[Side(name, context, peer=True)] = (TheirSteps(net, resident, tokens_KBS).run, plan.steps)
+    found = rounds.take_turns(sides, meter, plan.rounds)
+    rows = []
+    for side, steps in ours.items():
+        stages = contest.stages_ms(steps.model, steps.run, plan.steps) if plan.stages else None
+        of_rows = even_load(1, requests=load.batch, rows_each=load.rows // load.batch, prefill_rows=0)
+        work = least_work(held.config, MODES[side.numerics], of_rows, side.context, steps.hit)
+        peer = Side(peer_name(side.numerics), side.context, peer=True)
+        rows.append(
+            rounds.make_row(
+                load, side, peer, found, MODES[side.numerics], work, error=found.error(side, peer), stages_ms=stages
+            )
+        )
+    return rows, found
+
+
+def _tokens(config: V4Config, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randint(2, config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def parser() -> FlagParser:
     """The benchmark's flags."""
     flags = FlagParser(prog="meshspark bench decode", description=__doc__, allow_abbrev=False)
+    contest.add_flags(flags, list(NUMERICS), rounds=5)
+    flags.add_argument("--batch", metavar="N,...", default="1,8", help="requests at once (default: %(default)s)")
+    flags.add_argument("--context", metavar="N,...", help=f"positions before the step (default: {CONTEXTS['slice']})")
+    flags.add_argument("--verify", type=int, default=8, help="rows of each request of one more case, with the most "
+                       "requests; 0 for none (default: %(default)s)")  # fmt: skip
+    flags.add_argument("--steps", type=int, default=4, help="steps of a turn, one after the other (default: 4)")
     flags.add_argument("--checkpoint", type=Path, default=SAMPLE, metavar="DIR", help="default: the bundled sample")
-    flags.add_argument("--prompts", type=int, default=1, help="equal-length prompts at once (default: 1)")
-    flags.add_argument("--prompt-tokens", type=int, default=64, help="ids of each, drawn at random (default: 64)")
-    flags.add_argument("--new-tokens", type=int, default=64, help="tokens written after each prompt (default: 64)")
-    flags.add_argument("--rounds", type=int, default=5, help="counted rounds (default: 5)")
-    flags.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of both")
-    add_common(flags, ALONE)
+    flags.add_argument("--prompt-tokens", type=int, default=64, help="sample: random ids of each prompt (default: 64)")
+    flags.add_argument("--new-tokens", type=int, default=64, help="sample: tokens after each prompt (default: 64)")
     return flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 for wrong flags or a checkpoint that cannot be used."""
+    """Exit code: 0; 1 where both sides did not do the same work; 2 for wrong flags, or what cannot be used."""
     return run_main("bench decode", _act, argv)
 
 
 def _act(argv: Sequence[str] | None) -> int:
     args = parser().parse_args(argv)
     flags = resolve_here(args)
-    config = prepare(args)
-    require_alone(flags, "bench decode")
+    plan = prepare(args, flags)
     torch.set_num_threads(args.threads)
-    generator = torch.Generator().manual_seed(flags.seed)
-    prompts = torch.randint(2, config.vocab_size, (args.prompts, args.prompt_tokens), generator=generator).tolist()
-    _, weights = load_weights(args.checkpoint, Topology(), 0, FLOAT32)
-    model = Model(config, weights, Groups.single(), FLOAT32)
-    rounds = run_rounds(model, _peer(config, dict(weights)), prompts, args.new_tokens, args.rounds)
-    found = figures(args, rounds)
-    write_json(flags.json, found)
-    for name, value in found.items():
-        shown = f"{value:.3f}" if isinstance(value, float) else value
-        print(f"{name:22} {shown}", file=people(flags.json))
-    return 0
+    report = Report(BENCHMARK, people(flags.json))
+    for case in plan.cases:
+        for rows, found in run_case(plan, case):
+            report.add(rows, found)
+    return report.end(flags.json, seed=plan.seed, steps=plan.steps)
 
 
-def prepare(args: argparse.Namespace) -> V4Config:
-    """The checkpoint's config, all numbers checked against it. ValueError."""
+def prepare(args: argparse.Namespace, flags: RunFlags) -> Plan:
+    """The plan of the flags, all of them checked against the models that they name. FlagError, ValueError."""
+    contest.one_process(args, flags, "bench decode")
     for name, most in LIMITS.items():
         check_range(f"--{name.replace('_', '-')}", getattr(args, name), 1, most)
-    path = args.checkpoint / "config.json"
-    if not path.is_file():
-        raise ValueError(f"--checkpoint is {str(args.checkpoint)!r}, but {path} does not exist; give a model's folder")
-    config = read_config(args.checkpoint)
-    positions = args.prompt_tokens + args.new_tokens
-    if positions > config.max_position_embeddings:
-        raise FlagError(
-            f"--prompt-tokens {args.prompt_tokens} and --new-tokens {args.new_tokens} are {positions} positions, "
-            f"allowed: {config.max_position_embeddings}"
-        )
-    return config
+    check_range("--verify", args.verify, 0, 64)
+    cases = contest.chosen("--case", args.case, list(NUMERICS), [case for case in NUMERICS if case != "tiny"])
+    layers, batches = contest.layers_of(args.layers), contest.numbers("--batch", args.batch, 1, 1024)
+    sample = SampleWish(args.checkpoint, args.prompt_tokens, args.new_tokens)
+    contexts = {}
+    for case in cases:
+        if case == "sample":
+            sample.check()
+            continue
+        most = CASES[case](layers).max_position_embeddings - args.steps * max(1, args.verify)
+        contexts[case] = contest.numbers("--context", args.context or CONTEXTS[case], 1, most)
+    return Plan(
+        cases=cases,
+        numerics={case: contest.chosen("--numerics", args.modes, contest.NAMES, NUMERICS[case]) for case in cases},
+        layers=layers,
+        batches=batches,
+        contexts=contexts,
+        verify=args.verify,
+        steps=args.steps,
+        rounds=args.rounds,
+        stages=args.stages,
+        seed=flags.seed,
+        sample=sample,
+    )
 
 
-def _peer(config: V4Config, weights: dict[str, torch.Tensor]) -> torch.nn.Module:
-    try:
-        return peer_model(config, weights)
-    except ImportError as problem:
-        raise ValueError(f"the peer needs transformers ({problem}); pip install 'meshspark[test]'") from problem
-
-
-def figures(args: argparse.Namespace, rounds: Sequence[Round]) -> dict[str, int | float | bool]:
-    """What is told of the rounds: medians, and the spread of the ratio."""
-    ratios = [r.engine / r.peer for r in rounds]
-    return {
-        "prompts": args.prompts,
-        "prompt_tokens": args.prompt_tokens,
-        "new_tokens": args.new_tokens,
-        "threads": args.threads,
-        "engine_tokens_per_s": statistics.median(r.engine for r in rounds),
-        "peer_tokens_per_s": statistics.median(r.peer for r in rounds),
-        "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "same_ids": all(r.same_ids for r in rounds),
-    }
+def run_case(plan: Plan, case: str) -> Iterator[tuple[list[Row], Rounds]]:
+    """Rows and rounds of each load of a case, as soon as they are known."""
+    names = plan.numerics[case]
+    meter = make_meter(case, names)
+    if case == "sample":
+        yield from sample_rows(plan.sample, plan.batches, names, meter, plan.rounds, plan.seed)
+        return
+    held = contest.make_contest(CASES[case](plan.layers), names, plan.seed)
+    for load in plan.loads(case):
+        yield step_rows(plan, load, held, meter)
 
 
 if __name__ == "__main__":

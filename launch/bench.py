@@ -9,6 +9,8 @@ BENCHMARKS = {
     "context": "context",
     "decode": "decode",
     "failures": "failures",
+    "prefill": "prefill",
+    "quality": "quality",
     "replay": "replay",
     "compare": "report",
 }
