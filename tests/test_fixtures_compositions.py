@@ -8,7 +8,7 @@ from fixture_runs import SMALL, options_of, passed
 from meshspark.launch.fixtures.compositions import FIXTURES
 from meshspark.launch.fixtures.harness import Options, Run, run_fixture
 from meshspark.layouts import lanes
-from meshspark.models.v4 import attention, block, caches, model, moe, projections
+from meshspark.models.v4 import attention, block, caches, model, moe, output
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
@@ -97,9 +97,9 @@ def _bands_swapped(gather, groups):
 
 def _not_written_on_last_rank(family):
     def make(write, groups):
-        def some(self, name, place, rows, target):
+        def some(self, name, place, rows, target, *kernels):
             last = groups.rank == groups.topology.world - 1 and self.topology == groups.topology
-            return None if last and name == family else write(self, name, place, rows, target)
+            return None if last and name == family else write(self, name, place, rows, target, *kernels)
 
         return some
 
@@ -107,9 +107,9 @@ def _not_written_on_last_rank(family):
 
 
 def _written_one_slot_further(write, _):
-    def further(self, name, place, rows, target):
+    def further(self, name, place, rows, target, *kernels):
         source, slot = target
-        return write(self, name, place, rows, (source, (slot + 1) % self.pools[name].shape[1]))
+        return write(self, name, place, rows, (source, (slot + 1) % self.pools[name].shape[1]), *kernels)
 
     return further
 
@@ -135,7 +135,7 @@ def _position_one_off(angles, _):
 
 
 def _no_inverse(rotate, _):
-    return lambda x, cos, sin, inverse=False: x if inverse else rotate(x, cos, sin)
+    return lambda x, cos, sin, inverse=False, **_: x if inverse else rotate(x, cos, sin)
 
 
 def _no_sink(attend, _):
@@ -173,7 +173,7 @@ PLANTS = {
         (["streams, golden"], _patched(block, "rotate", _no_inverse)),
         (["cache hca_state, twin"], _patched(caches.Caches, "write", _not_written_on_last_rank("hca_state"))),
         (["streams, golden"], _patched(lanes.Lanes, "fill", _stale_slot)),
-        (["streams, twin", "streams, golden"], _patched(projections, "reduce_partials", _tree_without_a_branch)),
+        (["streams, twin", "streams, golden"], _patched(output, "reduce_partials", _tree_without_a_branch)),
     ],
     "forward": [
         (["logits, golden"], _patched(model, "angles", _position_one_off)),

@@ -9,13 +9,21 @@ import torch
 from fixture_runs import SMALL, options_of, passed
 
 from meshspark.comm import logits
-from meshspark.launch.fixtures import stages_attend, stages_attention, stages_moe, stages_rows, stages_scene, tolerances
+from meshspark.launch.fixtures import (
+    stages_attend,
+    stages_attention,
+    stages_int8,
+    stages_moe,
+    stages_rows,
+    stages_scene,
+    tolerances,
+)
 from meshspark.launch.fixtures.harness import Options, Run, run_fixture
 from meshspark.launch.fixtures.record import Recorder, facts_of
 from meshspark.launch.fixtures.stages import FIXTURES
 from meshspark.layouts import entry_lanes, lanes, tiles
 from meshspark.models import functions
-from meshspark.models.v4 import attention, compressor, hyper, indexer, model, moe, projections
+from meshspark.models.v4 import attention, compressor, hyper, indexer, model, moe, output, projections
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
@@ -168,18 +176,18 @@ PLANTS = {
     ],
     "hc-head": [("hidden", _patched(hyper, "sigmoid", lambda f: lambda x: 2 * f(x)))],
     "qkv": [
-        ("queries plain", _patched(projections, "rotate", lambda f: lambda x, c, s: f(x, c, s, inverse=True))),
-        ("keys compressed", _patched(projections, "rotate", lambda f: lambda x, c, s: f(x, c, -s))),
+        ("queries plain", _patched(projections, "rotate", lambda f: lambda x, c, s, **_: f(x, c, s, inverse=True))),
+        ("keys compressed", _patched(projections, "rotate", lambda f: lambda x, c, s, **_: f(x, c, -s))),
         ("queries compressed", _patched(stages_attention, "frequencies", lambda f: lambda c, r, d: f(c, 0, d))),
     ],
     "compressor-4": [("entries", _patched(compressor, "_overlap", lambda f: lambda x: f(x).roll(4, 1).flip(2)))],
     "compressor-128": [
         ("state", _patched(stages_attention, "state_rows", lambda f: lambda v, s, p, w: f(v, s, p + 1, w)))
     ],
-    "indexer-compressor": [("entries", _patched(compressor, "rotate", lambda f: lambda x, *rotation: x))],
+    "indexer-compressor": [("entries", _patched(compressor, "rotate", lambda f: lambda x, *rotation, **_: x))],
     "indexer": [
         ("choice", _patched(attention, "select", _ties_to_highest_index)),
-        ("queries", _patched(indexer, "rotate", lambda f: lambda x, c, s: f(x, c, -s))),
+        ("queries", _patched(indexer, "rotate", lambda f: lambda x, c, s, **_: f(x, c, -s))),
         ("scores", _patched(stages_attend, "index_scores", lambda f: lambda q, h, k: f(q, h.abs(), k))),
     ],
     "attend-swa": [
@@ -191,7 +199,7 @@ PLANTS = {
     ],
     "attend-csa": [("heads", _patched(attention, "select", _ties_to_highest_index))],
     "attend-hca": [("heads", _patched(tiles, "_entries", _one_position_earlier))],
-    "o-proj": [("rows travel", _patched(projections, "publish_heads", _other_source_rank))],
+    "o-proj": [("rows travel", _patched(output, "publish_heads", _other_source_rank))],
     "gate": [
         ("experts learned", _patched(moe.LearnedRouter, "forward", _ties_to_highest_expert)),
         ("weights hash", _patched(moe, "_weigh", lambda f: lambda s, i, factor: f(s, i, 1.0))),
@@ -207,6 +215,8 @@ PLANTS = {
         ("rows", _patched(moe, "combine", _results_one_row_late)),
         ("rows", _patched(moe, "shared_expert", lambda f: lambda *given: f(*given) * 0)),
     ],
+    "quantise": [("row scales", _patched(stages_int8, "quantise_rows", lambda f: lambda x: f(x * 2)))],
+    "int8-linear": [("rows", _patched(stages_int8, "int8_linear", lambda f: lambda rows, weight: f(rows, weight) * 2))],
     "lm-head": [("logits", _patched(model, "return_logits", _shards_swapped))],
     "greedy": [("ids over the shards", _patched(logits, "_best_of_shards", _highest_id))],
 }
@@ -217,12 +227,12 @@ def run_planted(groups, given):
     found = {}
     for name, plants in PLANTS.items():
         found[name] = []
-        for output, plant in plants:
+        for wanted, plant in plants:
             with plant():
                 rows = run_fixture(BY_NAME[name], Run(groups, options_of(given)))
             failed = [row.output for row in rows if row.verdict == "failed"]
-            details = [row.detail for row in rows if row.output == output]
-            found[name].append([output, failed, details])
+            details = [row.detail for row in rows if row.output == wanted]
+            found[name].append([wanted, failed, details])
     return found
 
 
@@ -235,8 +245,8 @@ def test_every_planted_fault_is_seen(ranks):
     results = ranks.run(Topology(2, 2, 2), "test_fixtures_stages:run_planted", 120, given=SMALL)
     assert results[0] == results[1]
     for name, plants in results[0].items():
-        for number, (output, failed, details) in enumerate(plants):
-            assert output in failed, (name, number, failed)
+        for number, (wanted, failed, details) in enumerate(plants):
+            assert wanted in failed, (name, number, failed)
             assert "rank " in details[0], (name, details)
 
 
@@ -245,7 +255,7 @@ def test_every_planted_fault_is_seen(ranks):
 
 def test_the_table_of_tolerances_is_the_one_in_the_docs():
     text = (Path(__file__).parent.parent / "docs" / "numerics.md").read_text(encoding="utf-8")
-    assert tolerances.markdown() in text
+    assert tolerances.markdown() in text and tolerances.markdown_w8a8() in text
 
 
 def test_every_bound_has_a_reason_and_none_is_looser_than_bfloat16():
