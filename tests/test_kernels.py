@@ -20,7 +20,7 @@ from meshspark.models.kernels import calls, choice, library
 from meshspark.models.kernels.calls import Kernels
 from meshspark.models.kernels.experts import mixture, route
 from meshspark.models.kernels.library import address, load
-from meshspark.models.numerics import BFLOAT16, FLOAT32, FLOAT64
+from meshspark.models.numerics import BFLOAT16, FLOAT32, FLOAT64, W8A8, Numerics
 from meshspark.models.v4.compressor import CompressorWeights, state_rows
 from meshspark.models.v4.config import V4Config, tiny
 from meshspark.models.v4.hyper import HyperWeights, hc_post, hc_pre
@@ -69,9 +69,24 @@ def test_a_folder_without_a_library_has_no_kernels(tmp_path: Path, monkeypatch: 
     assert choice._proven.__wrapped__(_shape(), 1, "") is None
 
 
-@pytest.mark.parametrize("numerics", [FLOAT64, BFLOAT16])
-def test_other_numerics_have_no_kernels(numerics: object) -> None:
-    assert choice.choose_kernels(_shape(), numerics, Groups.single()) is None
+def test_other_numerics_share_the_kernels_of_the_streams_at_most(kernels: Kernels) -> None:
+    assert choice.choose_kernels(_shape(), FLOAT64, Groups.single()) is None
+    for mode in (BFLOAT16, W8A8):
+        found = choice.choose_kernels(_shape(), mode, Groups.single())
+        assert found is not None and found.parts() == ["hyper"]
+
+
+@pytest.mark.parametrize("mode", [BFLOAT16, W8A8])
+def test_streams_in_kernels_change_no_bit_of_other_numerics(kernels: Kernels, mode: Numerics) -> None:
+    config = tiny()
+    weights = random_weights(config, 7, mode)
+    tokens = [tuple(range(2, 39)), (5,), tuple(range(60, 71))]
+    logits = []
+    for kernels in (None, "auto"):
+        model = Model(config, weights, Groups.single(), mode, kernels)
+        with torch.inference_mode():
+            logits.append(model.forward(model.plan_sequences(tokens)).logits)
+    assert same_bits(*logits)
 
 
 @pytest.mark.parametrize("width", [8, 30, 96, 160, 330])

@@ -26,10 +26,27 @@ ROWS = (1, 4, 7, 32)
 
 
 def choose_kernels(config: V4Config, numerics: Numerics, groups: Groups) -> Kernels | None:
-    """The kernels for one rank's share of a model; None on devices, in other numerics, or where none are built."""
-    if numerics != FLOAT32 or groups.device != "cpu":
+    """The kernels for one rank's share of a model; None on devices, without FP32 streams, or where none are built.
+
+    Numerics that have BF16 in their products share those of the streams alone.
+    """
+    if groups.device != "cpu" or numerics.stream != torch.float32 or numerics.accumulation != torch.float32:
         return None
-    return _proven(config, groups.topology.tp, f"{torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}")
+    processor = f"{torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
+    if numerics != FLOAT32:
+        return _proven_streams(config, processor)
+    return _proven(config, groups.topology.tp, processor)
+
+
+@lru_cache
+def _proven_streams(config: V4Config, processor: str) -> Kernels | None:
+    library = load()
+    if library is None or not library.ms_fused() or config.hc_mult > MOST_STREAMS:
+        return None
+    with torch.inference_mode():
+        everything = Kernels(library)
+        proven = _equal_hyper(everything, config, torch.Generator().manual_seed(1))
+    return Kernels(library, norms=False, hyper=True) if proven else None
 
 
 @lru_cache

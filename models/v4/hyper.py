@@ -89,7 +89,8 @@ def hc_pre(
         streams_ThH = streams_ThH.contiguous()
         raw_TM = row_linear(streams_ThH.flatten(1), weights.fn)
         places = raw_TM, weights.base, weights.scale, config.rms_norm_eps
-        return kernels.collapse(streams_ThH, *places, config.hc_sinkhorn_iters, config.hc_eps)
+        x_TH, post_Th, mix_Thh = kernels.collapse(streams_ThH, *places, config.hc_sinkhorn_iters, config.hc_eps)
+        return cast(x_TH, out), post_Th, mix_Thh
     h = config.hc_mult
     mixing_TM = _mixing(streams_ThH, weights, config)
     scale_M = weights.scale.index_select(0, _parts(h, mixing_TM.device))
@@ -112,7 +113,7 @@ def hc_post(
 ) -> torch.Tensor:
     """Streams after a sub-layer: new[k] = post[k] * y + sum over j of mix[j, k] * old[j]; dtype of the streams."""
     if kernels is not None and kernels.hyper:
-        return kernels.spread(y_TH, streams_ThH, post_Th, mix_Thh)
+        return kernels.spread(cast(y_TH, streams_ThH.dtype), streams_ThH, post_Th, mix_Thh)
     wide = mix_Thh.dtype
     added_ThH = post_Th.unsqueeze(2) * cast(y_TH, wide).unsqueeze(1)
     return cast(torch.baddbmm(added_ThH, mix_Thh.mT, cast(streams_ThH, wide)), streams_ThH.dtype)

@@ -22,7 +22,7 @@ from ..int8.linear import int8_weight
 from ..kernels.calls import Kernels
 from ..kernels.choice import choose_kernels
 from ..matrix import DenseWeight, Matrix, product
-from ..numerics import Numerics
+from ..numerics import FLOAT32, Numerics
 from ..stages import StageClock
 from .block import AttentionLayer, Block, StepContext
 from .caches import Caches
@@ -236,9 +236,14 @@ class Model:
             clock=self.clock,
             gather_weights=gather_weights,
             prefetch=prefetch,
-            kernels=None if torch.is_grad_enabled() else self.kernels,
+            kernels=self._kernels(),
+            stream_kernels=None if torch.is_grad_enabled() else self.kernels,
             scales=None if self.numerics.quantisation is None else [],
         )
+
+    def _kernels(self) -> Kernels | None:
+        """Those of all stages: they compute in FP32 alone, and record no gradients."""
+        return None if torch.is_grad_enabled() or self.numerics != FLOAT32 else self.kernels
 
     def read_out(
         self, streams_ThH: torch.Tensor, plan: RowPlan, want: str
@@ -248,7 +253,7 @@ class Model:
         Final norm of the asked rows, their logits on this rank's vocabulary, and the exchange to the owners.
         """
         group, asked, act = self.groups.tp, plan.asked, self.numerics.activation
-        kernels = None if torch.is_grad_enabled() else self.kernels
+        kernels = self._kernels()
         hidden_AH = hc_head(streams_ThH[asked.local_rows], self.hc_head, self.config, act)
         hidden_AH = rms_norm(hidden_AH, self.norm, self.config.rms_norm_eps, act, kernels)
         hidden_AH = gather_asked(hidden_AH, asked.counts, group, stage="lm_head")
