@@ -19,6 +19,7 @@ from ..models.v4.attention import IndexInputs, KeySource, attend, selection
 from ..models.v4.caches import Caches
 from ..models.v4.config import V4Config
 from ..models.v4.model import Model
+from .context_rows import as_rows, as_values, numbers_of
 
 BLOCK_ROWS = 16_381
 """Random rows that a fill repeats with other columns; a prime, so that no page boundary falls in with it."""
@@ -66,11 +67,14 @@ def fill_resident(caches: Caches, slot: int, length: int, seed: int) -> None:
     for family in caches.families:
         index = torch.tensor(family.readable(length), dtype=torch.int64)
         slots = caches.tables[family.name].slots(torch.tensor(slot), index)
-        size = min(BLOCK_ROWS, max(1, len(slots)))
-        block_BC = _noise(generator, size, caches.pools[family.name].shape[2]).to(caches.pools[family.name].dtype)
-        for layer, pool_SC in enumerate(caches.pools[family.name]):
+        size, pool_MSC = min(BLOCK_ROWS, max(1, len(slots))), caches.pools[family.name]
+        block_BD = _noise(generator, size, numbers_of(pool_MSC.shape[2], pool_MSC.dtype))
+        if pool_MSC.is_floating_point():
+            block_BD = block_BD.to(pool_MSC.dtype)
+        for layer, pool_SC in enumerate(pool_MSC):
             for number, part in enumerate(slots.split(size)):
-                pool_SC.index_copy_(0, part, block_BC.roll((977 * layer, 7 * number), (0, 1))[: len(part)])
+                rolled_BD = block_BD.roll((977 * layer, 7 * number), (0, 1))[: len(part)]
+                pool_SC.index_copy_(0, part, as_rows(rolled_BD, pool_SC.dtype))
 
 
 def _noise(generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -91,7 +95,7 @@ class Probe:
         self.config: V4Config = model.config
         self.caches, self.plan, self.position = caches, plan, position
         self.families = {family.name: family for family in caches.families}
-        self.kv, self.wide = model.numerics.kv, model.numerics.accumulation
+        self.wide = model.numerics.accumulation
         # Not the pools' own numbers over again: a query that is a key would see nothing else.
         self.generator = torch.Generator().manual_seed((1 << 31) + seed)
         self.tables = caches.lookup(torch.device("cpu"))
@@ -102,7 +106,8 @@ class Probe:
 
     def source(self, family: str, place: int, columns: int, rows: int) -> KeySource:
         """Drawn fresh rows beside the pool of a layer."""
-        return KeySource(family, self.draw(rows, columns).to(self.kv), self.caches.pool(family, place))
+        pool_SD = self.caches.pool(family, place)
+        return KeySource(family, as_rows(self.draw(rows, columns), pool_SD.dtype), pool_SD)
 
     def keys(self, source: KeySource, indices: Sequence[int]) -> torch.Tensor:
         """Rows of ascending logical indices in FP64: of the pool below the step's first, drawn ones from there."""
@@ -111,7 +116,7 @@ class Probe:
         old = [i for i in indices if i < first]
         assert source.pool_SD is not None
         resident = source.pool_SD[torch.from_numpy(rows_of(self.caches, family, SLOT, old))]
-        return torch.cat((resident, source.fresh_XD[[i - first for i in indices if i >= first]])).double()
+        return as_values(torch.cat((resident, source.fresh_XD[[i - first for i in indices if i >= first]])))
 
     @torch.no_grad()
     def run(self, ratio: int, place: int) -> Found:
@@ -162,12 +167,14 @@ class Probe:
         """Drawn index queries; the keys of the planted entries point where these score highest."""
         config = self.config
         q_TID = self.draw(1, config.index_n_heads, config.index_head_dim).to(self.wide)
+        if self.caches.pools["csa_index"].dtype == torch.int8:
+            q_TID = (32 * q_TID).round_().clamp_(-127, 127)
         head_TI = self.draw(1, config.index_n_heads).to(self.wide)
         keys = self.source("csa_index", place, config.index_head_dim, fresh)
-        best_D = (head_TI[0][:, None] * q_TID[0]).sum(0).to(self.kv)
+        best_D = (head_TI[0][:, None] * q_TID[0]).sum(0)
         first = self.position // 4
         # No two keys alike: their order is not to rest on ties.
-        planted_ED = best_D * (1 + torch.arange(len(planted))[:, None] / 16).to(self.kv)
+        planted_ED = as_rows(best_D * (1 + torch.arange(len(planted))[:, None] / 16), keys.fresh_XD.dtype)
         slots = torch.from_numpy(
             rows_of(self.caches, self.families["csa_index"], SLOT, [e for e in planted if e < first])
         )

@@ -19,6 +19,7 @@ from ..models.v4.model import Model
 from ..models.v4.pools import CacheShape, pool_shapes
 from ..parallel.groups import Groups
 from .context_probe import SLOT, Found, Probe, fill_resident, rows_of
+from .context_rows import is_written, wipe
 
 MARGIN_BYTES = 1 << 30
 MEASURE_BYTES = 64 << 20
@@ -193,14 +194,14 @@ def one_step(model: Model, caches: Caches, rows: list[RequestRows], faults: list
     planned = time.perf_counter()
     targets = _targets(caches, position)
     for name, slot in targets.items():
-        caches.pools[name][:, slot] = float("nan")
+        wipe(caches.pools[name][:, slot])
     middle = time.perf_counter()
     logits = model.forward(plan, caches).logits
     end = time.perf_counter()
     if logits is None or not bool(logits.isfinite().all()):
         faults.append(f"position {position:,}: a logit is not finite")
     for name, slot in targets.items():
-        if not bool(caches.pools[name][:, slot].isfinite().all()):
+        if not is_written(caches.pools[name][:, slot]):
             faults.append(f"position {position:,}: {name} was not written where its row belongs")
     stages = {name: 1000 * (s - before.get(name, 0.0)) for name, s in model.clock.seconds.items()}
     return {"plan": 1000 * (planned - begin), **stages, "step": 1000 * (planned - begin + end - middle)}

@@ -252,7 +252,8 @@ def test_plan_at_the_ceiling(start: int) -> None:
 
 @torch.no_grad()
 def bench(*given: str) -> int:
-    return cli.main(["bench", "context", "--preset", "tiny", "--numerics", "float32", *given])
+    numerics = () if "--numerics" in given else ("--numerics", "float32")
+    return cli.main(["bench", "context", "--preset", "tiny", *numerics, *given])
 
 
 def test_bench_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,6 +270,11 @@ def test_bench_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFix
         assert all(not probe["missed"] and not probe["wrong"] for probe in row["probes"])
         assert context_steps.SELECTION in row["stages_ms"]
     assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_with_index_keys_in_int8(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--contexts", "128,2K", "--steps", "5", "--numerics", "w8a8") == 0
+    assert "WRONG" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -305,7 +311,7 @@ def _last_not_selected(original: Any) -> Any:
 
 
 def _next_slot(original: Any) -> Any:
-    return lambda self, family, place, rows, target: original(self, family, place, rows, (target[0], target[1] ^ 1))
+    return lambda self, *given: original(self, *given[:3], (given[3][0], given[3][1] ^ 1), *given[4:])
 
 
 @pytest.mark.parametrize(
