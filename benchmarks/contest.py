@@ -4,6 +4,7 @@ import argparse
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -15,7 +16,9 @@ from ..models.v4.sizing import held_weights
 from ..parallel.groups import Groups
 from ..parallel.topology import Topology
 from .context_steps import free_bytes
+from .limits import Work
 from .peer import peer_model
+from .rounds import Load, Rounds, Row, Side, make_row
 from .slice import LAYERS, convert, slice_weights
 
 NAMES = tuple(name for name in MODES if name != "float64")
@@ -75,6 +78,28 @@ def needed_bytes(config: V4Config, names: Sequence[str]) -> int:
 
 def _weight_bytes(config: V4Config, numerics: Numerics) -> int:
     return sum(each.num_bytes for each in held_weights(config, Topology(), numerics).values())
+
+
+class Ours(Protocol):
+    """What a side of ours runs in a turn. steps: those of a turn; work: least work of each, known once it has run."""
+
+    model: Model
+    steps: int
+
+    def run(self) -> torch.Tensor: ...
+
+    def work(self) -> Work: ...
+
+
+def our_rows(load: Load, ours: Mapping[Side, Ours], found: Rounds, stages: bool) -> list[Row]:
+    """A row of each side of ours against its peer; with stages one more run of each, under the clock."""
+    rows = []
+    for side, one in ours.items():
+        peer, numerics = Side(peer_name(side.numerics), side.context, peer=True), MODES[side.numerics]
+        by_stage = stages_ms(one.model, one.run, one.steps) if stages else None
+        error = found.error(side, peer)
+        rows.append(make_row(load, side, peer, found, numerics, one.work(), error=error, stages_ms=by_stage))
+    return rows
 
 
 def stages_ms(model: Model, run: Callable[[], object], steps: int) -> dict[str, float]:

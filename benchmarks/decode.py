@@ -17,14 +17,13 @@ from ..launch.generate import SAMPLE
 from ..launch.output import people
 from ..launch.worker import resolve_here, run_main
 from ..layouts.rows import RequestRows
-from ..models.numerics import MODES
 from ..models.v4.config import V4Config
 from ..models.v4.model import Model
 from ..models.v4.pools import CacheShape
 from ..models.v4.traffic import even_load
 from . import contest, rounds
-from .contest import Contest, peer_name
-from .limits import Meter, least_work, make_meter
+from .contest import Contest
+from .limits import Meter, Work, least_work, make_meter
 from .peer import PeerSteps
 from .rounds import Load, Report, Rounds, Row, Side
 from .sample_decode import SampleWish, sample_rows
@@ -68,9 +67,10 @@ class OurSteps:
     def __init__(self, model: Model, resident: Resident, tokens_KBS: torch.Tensor) -> None:
         self.model, self.start = model, resident.length
         self.tokens: list[list[list[int]]] = tokens_KBS.tolist()
-        steps, batch, rows = tokens_KBS.shape
+        self.steps, self.batch, self.rows = tokens_KBS.shape
         # Rings hold all rows of a run, so that the next one finds again what this one found.
-        shape = CacheShape(batch, resident.length + steps * rows, steps * rows)
+        fresh = self.steps * self.rows
+        shape = CacheShape(self.batch, resident.length + fresh, fresh)
         self.caches = model.make_caches(shape)
         fill_caches(model, self.caches, resident, resident.length)
         self.hit: dict[int, float] = {}
@@ -92,6 +92,10 @@ class OurSteps:
             counts.append(output.counts)
         self.hit = {layer: sum(int((c[layer] > 0).sum()) for c in counts) / len(counts) for layer in counts[0]}
         return torch.cat(logits)
+
+    def work(self) -> Work:
+        load = even_load(1, requests=self.batch, rows_each=self.rows, prefill_rows=0)
+        return least_work(self.model.config, self.model.numerics, load, self.start, self.hit)
 
 
 class TheirSteps:
@@ -118,18 +122,7 @@ def step_rows(plan: Plan, load: Load, held: Contest, meter: Meter) -> tuple[list
         for name, net in held.peers.items():
             sides[Side(name, context, peer=True)] = (TheirSteps(net, resident, tokens_KBS).run, plan.steps)
     found = rounds.take_turns(sides, meter, plan.rounds)
-    rows = []
-    for side, steps in ours.items():
-        stages = contest.stages_ms(steps.model, steps.run, plan.steps) if plan.stages else None
-        of_rows = even_load(1, requests=load.batch, rows_each=load.rows // load.batch, prefill_rows=0)
-        work = least_work(held.config, MODES[side.numerics], of_rows, side.context, steps.hit)
-        peer = Side(peer_name(side.numerics), side.context, peer=True)
-        rows.append(
-            rounds.make_row(
-                load, side, peer, found, MODES[side.numerics], work, error=found.error(side, peer), stages_ms=stages
-            )
-        )
-    return rows, found
+    return contest.our_rows(load, ours, found, plan.stages), found
 
 
 def _tokens(config: V4Config, shape: tuple[int, ...], seed: int) -> torch.Tensor:

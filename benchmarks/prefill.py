@@ -15,13 +15,12 @@ from ..launch.flags import FlagParser, RunFlags
 from ..launch.output import people
 from ..launch.worker import resolve_here, run_main
 from ..layouts.rows import RequestRows
-from ..models.numerics import MODES
 from ..models.v4.model import Model
 from ..models.v4.pools import CacheShape
 from ..models.v4.traffic import even_load
 from . import contest, rounds
-from .contest import Contest, peer_name
-from .limits import Meter, least_work, make_meter
+from .contest import Contest
+from .limits import Meter, Work, least_work, make_meter
 from .rounds import Load, Report, Rounds, Row, Side
 from .slice import CASES
 
@@ -50,6 +49,8 @@ class Plan:
 class OurPrompt:
     """A prompt in one step of a model, over the same pages in every run."""
 
+    steps = 1
+
     def __init__(self, model: Model, tokens: list[int]) -> None:
         self.model, self.tokens = model, tokens
         self.caches = model.make_caches(CacheShape(1, len(tokens), len(tokens)))
@@ -64,6 +65,12 @@ class OurPrompt:
         assert output.logits is not None
         self.hit = {layer: int((count > 0).sum()) for layer, count in output.counts.items()}
         return output.logits
+
+    def work(self) -> Work:
+        rows = len(self.tokens)
+        load = even_load(1, requests=0, rows_each=1, prefill_rows=rows, prompts_ending=1)
+        # A row of the prompt has half of it before itself, on the average.
+        return least_work(self.model.config, self.model.numerics, load, rows // 2, self.hit)
 
 
 @torch.no_grad()
@@ -82,18 +89,7 @@ def prompt_rows(plan: Plan, load: Load, held: Contest, meter: Meter) -> tuple[li
     for name, net in held.peers.items():
         sides[Side(name, 0, peer=True)] = (partial(their_prompt, net, tokens_1S), 1)
     found = rounds.take_turns(sides, meter, plan.rounds)
-    of_rows = even_load(1, requests=0, rows_each=1, prefill_rows=load.rows, prompts_ending=1)
-    rows = []
-    for side, prompt in ours.items():
-        numerics = MODES[side.numerics]
-        # A row of the prompt has half of it before itself, on the average.
-        work = least_work(held.config, numerics, of_rows, load.rows // 2, prompt.hit)
-        stages = contest.stages_ms(prompt.model, prompt.run, 1) if plan.stages else None
-        peer = Side(peer_name(side.numerics), 0, peer=True)
-        rows.append(
-            rounds.make_row(load, side, peer, found, numerics, work, error=found.error(side, peer), stages_ms=stages)
-        )
-    return rows, found
+    return contest.our_rows(load, ours, found, plan.stages), found
 
 
 def parser() -> FlagParser:
