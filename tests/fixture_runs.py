@@ -7,11 +7,15 @@ from typing import Any
 from rank_pool import to_bytes
 
 from meshspark.launch.fixture import verdict_of
+from meshspark.launch.fixtures import compositions, stages
 from meshspark.launch.fixtures.harness import PASSED, Options, Run, run_fixture
 from meshspark.launch.fixtures.record import Recorder
 
 SMALL = {"start_pos": (0, 127, 251), "chunk": (9, 1, 6)}
 """A prompt's beginning, a decode row at a boundary of everything, a chunk over boundaries on a resident prefix."""
+
+
+BY_NAME = {fixture.name: fixture for fixture in (*stages.FIXTURES, *compositions.FIXTURES)}
 
 
 @dataclass(eq=False)
@@ -37,3 +41,12 @@ def passed(fixture, groups, given):
     rows = run_fixture(fixture, Run(groups, options_of(given), recorder))
     assert verdict_of(rows) == PASSED, (fixture.name, rows)
     return rows, recorder.seen.hexdigest()
+
+
+def run_all(groups, names, given, may_be_empty=False):
+    """Every fixture must pass, every output with something compared on some rank; digests of this rank's outputs."""
+    digests = {}
+    for name in names:
+        rows, digests[name] = passed(BY_NAME[name], groups, given)
+        assert may_be_empty or all(row.compared for row in rows), (name, rows)
+    return digests

@@ -9,6 +9,7 @@ from pathlib import Path
 import checkpoint_faults as faults
 import pytest
 import torch
+from full_disk import fail_second_shard
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -236,15 +237,7 @@ def test_writer_refuses_incomplete_weights_before_writing(tmp_path):
 
 
 def test_a_broken_write_is_no_checkpoint_and_a_new_one_leaves_nothing_stale(folder, monkeypatch):
-    calls = []
-
-    def failing(tensors, path, metadata):
-        calls.append(path)
-        if len(calls) == 2:
-            raise OSError("disk full")
-        save_file(tensors, path, metadata=metadata)
-
-    monkeypatch.setattr(writer, "save_file", failing)
+    fail_second_shard(monkeypatch)
     full = random_weights(tiny(), SEED + 1, FLOAT32)
     with pytest.raises(OSError, match="disk full"):
         write_checkpoint(folder, tiny(), full, shard_bytes=300_000)

@@ -12,12 +12,12 @@ from pathlib import Path
 import checkpoint_faults as faults
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from full_disk import fail_second_shard
+from safetensors.torch import load_file
 from test_loader_memory import MIB, STATUS, peak_rise, wide_config
 from test_loading_w8a8 import SMALL, assert_equal_weights
 
 from meshspark.launch import cli
-from meshspark.models.checkpoint import writer
 from meshspark.models.checkpoint.convert import convert_w8a8
 from meshspark.models.checkpoint.inventory import inventory
 from meshspark.models.checkpoint.loader import load_on_all_ranks, load_weights
@@ -226,15 +226,7 @@ def test_a_conversion_that_fails_leaves_nothing(pairs, tmp_path, monkeypatch, ma
     faults.edit_shard(folder, name, lambda tensors: tensors[name].view(torch.uint8)[5, :1].fill_(0x7F))
     with pytest.raises(CheckpointError, match=r"shared_experts\.w2\.weight holds NaN or infinity"):
         convert_w8a8(folder, out, shard_bytes=100_000)
-    written = []
-
-    def failing(tensors, path, metadata):
-        written.append(path)
-        if len(written) == 2:
-            raise OSError("disk full")
-        save_file(tensors, path, metadata=metadata)
-
-    monkeypatch.setattr(writer, "save_file", failing)
+    written = fail_second_shard(monkeypatch)
     with pytest.raises(OSError, match="disk full"):
         convert_w8a8(pairs["fp4 experts"][0], out, shard_bytes=100_000)
     assert len(written) == 2 and out.exists() == made and not (made and any(out.iterdir()))

@@ -3,7 +3,7 @@
 from unittest import mock
 
 import pytest
-from fixture_runs import SMALL, options_of, passed
+from fixture_runs import SMALL, options_of, run_all
 
 from meshspark.launch.fixtures.compositions import FIXTURES
 from meshspark.launch.fixtures.harness import Options, Run, run_fixture
@@ -13,15 +13,6 @@ from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
 BY_NAME = {fixture.name: fixture for fixture in FIXTURES}
-
-
-def run_all(groups, names, given):
-    """Every fixture must pass, every output with something compared on some rank; digests of this rank's outputs."""
-    digests = {}
-    for name in names:
-        rows, digests[name] = passed(BY_NAME[name], groups, given)
-        assert all(row.compared for row in rows), (name, rows)
-    return digests
 
 
 def test_every_composition_passes_on_one_rank():
@@ -36,38 +27,38 @@ SIZES = [(2, 2, 2), (2, 1, 2), (4, 4, 4), (4, 2, 4), (4, 2, 2)]
     ("sizes", "transport"), list(zip(SIZES, ["local", "torch", "local", "torch", "local"], strict=True))
 )
 def test_every_composition_passes_on_several_ranks(ranks, sizes, transport):
-    target, names = "test_fixtures_compositions:run_all", list(BY_NAME)
+    target, names = "fixture_runs:run_all", list(BY_NAME)
     ranks.run(Topology(*sizes), target, 150, transport=transport, names=names, given=SMALL)
 
 
 def test_a_layer_gives_the_same_bits_on_both_transports(ranks):
-    ranks.run_both(Topology(2, 2, 2), "test_fixtures_compositions:run_all", 150, names=["layer-csa"], given=SMALL)
+    ranks.run_both(Topology(2, 2, 2), "fixture_runs:run_all", 150, names=["layer-csa"], given=SMALL)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 def test_every_composition_gives_the_same_bits_on_both_transports(ranks, sizes):
-    ranks.run_both(Topology(*sizes), "test_fixtures_compositions:run_all", 280, names=list(BY_NAME), given=SMALL)
+    ranks.run_both(Topology(*sizes), "fixture_runs:run_all", 280, names=list(BY_NAME), given=SMALL)
 
 
 @pytest.mark.parametrize("numerics", ["float64", "bfloat16"])
 def test_compositions_pass_in_other_numerics(ranks, numerics):
     """Without the forward: in bfloat16 it has few rows whose golden chose clearly."""
     given, names = {"numerics": numerics, **SMALL}, [name for name in BY_NAME if name != "forward"]
-    ranks.run(Topology(2, 2, 2), "test_fixtures_compositions:run_all", 150, names=names, given=given)
+    ranks.run(Topology(2, 2, 2), "fixture_runs:run_all", 150, names=names, given=given)
 
 
 def test_groups_with_different_requests(ranks):
     """The default mixture, of which the second tensor group lacks a request."""
     given = {"seed": 5}
-    ranks.run(Topology(4, 2, 4), "test_fixtures_compositions:run_all", 150, names=["layer-csa"], given=given)
+    ranks.run(Topology(4, 2, 4), "fixture_runs:run_all", 150, names=["layer-csa"], given=given)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 2, 4), (4, 4, 4)])
 def test_default_mixture_on_several_ranks(ranks, sizes, seed):
-    ranks.run(Topology(*sizes), "test_fixtures_compositions:run_all", 280, names=list(BY_NAME), given={"seed": seed})
+    ranks.run(Topology(*sizes), "fixture_runs:run_all", 280, names=list(BY_NAME), given={"seed": seed})
 
 
 def test_without_a_settled_row_nothing_is_compared(monkeypatch):

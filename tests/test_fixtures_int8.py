@@ -4,9 +4,9 @@ from unittest import mock
 
 import pytest
 import torch
-from fixture_runs import SMALL, options_of, passed
+from fixture_runs import BY_NAME, SMALL, options_of, run_all
 
-from meshspark.launch.fixtures import compositions, stages, stages_attend, stages_attention, stages_int8, stages_moe
+from meshspark.launch.fixtures import stages, stages_attend, stages_attention, stages_int8, stages_moe
 from meshspark.launch.fixtures.harness import FAILED, Output, RelDiff, Run, Tolerance, compare, run_fixture
 from meshspark.models import matrix
 from meshspark.models.int8 import quantise
@@ -15,20 +15,10 @@ from meshspark.models.v4 import block, indexer, moe, output
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
-BY_NAME = {fixture.name: fixture for fixture in (*stages.FIXTURES, *compositions.FIXTURES)}
 STAGES = tuple(fixture.name for fixture in stages.FIXTURES)
 LAYERS = ("layer-swa", "layer-csa", "layer-hca")
 SHARDED = ("o-proj", "expert-routed", "moe", "lm-head", "greedy", *LAYERS)
 W8A8 = {"numerics": "w8a8", **SMALL}
-
-
-def run_all(groups, names, given):
-    """Every fixture must pass, every output with something compared on some rank; digests of this rank's outputs."""
-    digests = {}
-    for name in names:
-        rows, digests[name] = passed(BY_NAME[name], groups, given)
-        assert all(row.compared for row in rows), (name, rows)
-    return digests
 
 
 def test_every_stage_passes_on_one_rank():
@@ -38,14 +28,14 @@ def test_every_stage_passes_on_one_rank():
 
 def test_sharded_fixtures_pass_on_several_ranks(ranks):
     """Layers are equal to the one-rank twin's to the bit."""
-    ranks.run(Topology(2, 2, 2), "test_fixtures_int8:run_all", 120, names=SHARDED, given=W8A8)
+    ranks.run(Topology(2, 2, 2), "fixture_runs:run_all", 120, names=SHARDED, given=W8A8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 1, 2), (2, 2, 2), (4, 2, 4), (4, 4, 4)])
 def test_every_fixture_gives_the_same_bits_on_both_transports(ranks, sizes):
     names = [*STAGES, *LAYERS]
-    ranks.run_both(Topology(*sizes), "test_fixtures_int8:run_all", 280, names=names, given=W8A8)
+    ranks.run_both(Topology(*sizes), "fixture_runs:run_all", 280, names=names, given=W8A8)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fixture_runs import SMALL, options_of, passed
+from fixture_runs import SMALL, options_of, run_all
 
 from meshspark.comm import logits
 from meshspark.launch.fixtures import (
@@ -31,15 +31,6 @@ BY_NAME = {fixture.name: fixture for fixture in FIXTURES}
 SHARDED = tuple(fixture.name for fixture in FIXTURES if fixture.group)
 
 
-def run_all(groups, names, given, may_be_empty=False):
-    """Every fixture must pass, every output with something compared on some rank; digests of this rank's outputs."""
-    digests = {}
-    for name in names:
-        rows, digests[name] = passed(BY_NAME[name], groups, given)
-        assert may_be_empty or all(row.compared for row in rows), (name, rows)
-    return digests
-
-
 @pytest.mark.parametrize("numerics", ["float32", "float64", "bfloat16"])
 def test_every_stage_passes_on_one_rank(numerics):
     """The default mixture: prompts, chunks, verification and decode rows in one step."""
@@ -48,12 +39,12 @@ def test_every_stage_passes_on_one_rank(numerics):
 
 @pytest.mark.parametrize(("sizes", "transport"), [((2, 2, 2), "local"), ((4, 4, 4), "torch")])
 def test_every_stage_passes_on_several_ranks(ranks, sizes, transport):
-    target, names = "test_fixtures_stages:run_all", list(BY_NAME)
+    target, names = "fixture_runs:run_all", list(BY_NAME)
     ranks.run(Topology(*sizes), target, 120, transport=transport, names=names, given=SMALL)
 
 
 def test_sharded_stages_give_the_same_bits_on_both_transports(ranks):
-    ranks.run_both(Topology(4, 2, 4), "test_fixtures_stages:run_all", 120, names=SHARDED, given=SMALL)
+    ranks.run_both(Topology(4, 2, 4), "fixture_runs:run_all", 120, names=SHARDED, given=SMALL)
 
 
 @pytest.mark.slow
@@ -61,19 +52,19 @@ def test_sharded_stages_give_the_same_bits_on_both_transports(ranks):
 @pytest.mark.parametrize("sizes", [(2, 1, 2), (2, 2, 2), (4, 2, 4), (4, 4, 4), (4, 2, 2)])
 def test_every_stage_gives_the_same_bits_on_both_transports(ranks, sizes, numerics):
     given = {"numerics": numerics, **SMALL}
-    ranks.run_both(Topology(*sizes), "test_fixtures_stages:run_all", 200, names=list(BY_NAME), given=given)
+    ranks.run_both(Topology(*sizes), "fixture_runs:run_all", 200, names=list(BY_NAME), given=given)
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 2), (4, 2, 4), (4, 2, 2)])
 def test_sharded_stages_pass_with_several_tensor_groups(ranks, sizes):
     """Groups with different requests and numbers of rows."""
-    ranks.run(Topology(*sizes), "test_fixtures_stages:run_all", 120, names=SHARDED, given={"seed": 3})
+    ranks.run(Topology(*sizes), "fixture_runs:run_all", 120, names=SHARDED, given={"seed": 3})
 
 
 @pytest.mark.parametrize("numerics", ["float64", "bfloat16"])
 def test_sharded_stages_pass_in_other_numerics(ranks, numerics):
     given = {"numerics": numerics, **SMALL}
-    ranks.run(Topology(2, 2, 2), "test_fixtures_stages:run_all", 120, names=SHARDED, given=given)
+    ranks.run(Topology(2, 2, 2), "fixture_runs:run_all", 120, names=SHARDED, given=given)
 
 
 @pytest.mark.parametrize(
