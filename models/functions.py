@@ -6,8 +6,10 @@ with the second, here and nowhere else. FP32 matrix products on CPUs change a ro
 a multiple of 4.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -18,6 +20,13 @@ ROW_MULTIPLE = 4
 
 SMALL_PRODUCT = 400
 """Matrices of fewer numbers take another way through a batched product than through one of their own."""
+
+
+def segment_places(counts: Sequence[int], longest: int) -> np.ndarray:
+    """Where the rows of sorted segments stand once every segment is padded to `longest`: int64, row by row."""
+    count_X = np.array(counts, dtype=np.int64)
+    shift_X = np.arange(0, longest * len(counts), longest) + count_X - count_X.cumsum()
+    return shift_X.repeat(count_X) + np.arange(count_X.sum())
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

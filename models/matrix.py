@@ -3,14 +3,15 @@
 Letters: T rows, I inputs, O outputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from .functions import cast, row_linear
-from .int8.linear import Int8Weight, int8_linear
+from .int8.linear import Int8Weight, int8_linear, int8_weight
 from .int8.quantise import QuantisedRows, quantise_rows
 from .kernels.calls import Kernels
+from .numerics import Numerics
 
 PACKED_INPUTS = 512
 """oneDNN's packed products of fewer inputs take longer than plain ones: its calls cost more."""
@@ -47,6 +48,14 @@ class DenseWeight:
 
 Matrix = torch.Tensor | DenseWeight | Int8Weight
 Operand = torch.Tensor | QuantisedRows
+
+
+def held_matrix(weights: Mapping[str, torch.Tensor], name: str, numerics: Numerics) -> Matrix:
+    """The matrix `name` of a rank's weights, "layers.0.attn.wq_b" for example, as its numerics multiply it."""
+    weight = weights[f"{name}.weight"]
+    if numerics.quantisation is None:
+        return weight
+    return int8_weight(weight, weights[f"{name}.scale"]) if weight.dtype == torch.int8 else DenseWeight(weight)
 
 
 def operand(x_TI: torch.Tensor, weight: Matrix, activation: torch.dtype, stage: str, watch: Watch | None) -> Operand:

@@ -11,14 +11,13 @@ import torch
 from ...parallel.groups import Groups
 from ..checkpoint.names import held_table
 from ..checkpoint.share import RankWeights
-from ..int8.linear import int8_weight
-from ..matrix import DenseWeight, Matrix
+from ..matrix import Matrix, held_matrix
 from ..numerics import Numerics
 from ..v4.config import V4Config
-from ..v4.hyper import HyperWeights
+from ..v4.hyper import HyperWeights, hyper_weights
 from ..v4.moe import MoELayer, make_moe
-from ..v4.output import OutputWeights, output_weights
-from ..v4.projections import ProjectionWeights
+from ..v4.output import OutputWeights, held_output
+from ..v4.projections import ProjectionWeights, projection_weights
 from .shape import require_dspark
 
 
@@ -85,14 +84,14 @@ def drafter_weights(
         raise ValueError(f"weights lack {len(missing)} tensors of the drafter, the first is {missing[0]}")
     last = f"mtp.{stages - 1}."
     return DrafterWeights(
-        main_proj=_matrix(weights, "mtp.0.main_proj", numerics),
+        main_proj=held_matrix(weights, "mtp.0.main_proj", numerics),
         main_norm=weights["mtp.0.main_norm.weight"],
         stages=tuple(_stage(weights, f"mtp.{stage}.", config, groups, numerics) for stage in range(stages)),
-        hc_head=_hyper(weights, f"{last}hc_head"),
+        hc_head=hyper_weights(weights, f"{last}hc_head"),
         norm=weights[f"{last}norm.weight"],
         heads=MarkovHeads(
             weights[f"{last}markov_head.markov_w1.weight"],
-            _matrix(weights, f"{last}markov_head.markov_w2", numerics),
+            held_matrix(weights, f"{last}markov_head.markov_w2", numerics),
             weights[f"{last}confidence_head.proj.weight"].flatten(),
         ),
     )
@@ -102,29 +101,13 @@ def _stage(
     weights: Mapping[str, torch.Tensor], prefix: str, config: V4Config, groups: Groups, numerics: Numerics
 ) -> StageWeights:
     attn = f"{prefix}attn."
-    wq_a, wq_b, wkv = (_matrix(weights, f"{attn}{name}", numerics) for name in ("wq_a", "wq_b", "wkv"))
-    q_norm, kv_norm = weights[f"{attn}q_norm.weight"], weights[f"{attn}kv_norm.weight"]
-    wo_a, wo_b = weights[f"{attn}wo_a.weight"], weights[f"{attn}wo_b.weight"]
-    own_groups = config.o_groups // groups.topology.tp
     return StageWeights(
-        hc_attn=_hyper(weights, f"{prefix}hc_attn"),
+        hc_attn=hyper_weights(weights, f"{prefix}hc_attn"),
         attn_norm=weights[f"{prefix}attn_norm.weight"],
-        projections=ProjectionWeights(wq_a, q_norm, wq_b, wkv, kv_norm),
-        output=output_weights(wo_a, wo_b, weights.get(f"{attn}wo_b.scale"), own_groups, config, numerics.accumulation),
+        projections=projection_weights(weights, attn, numerics),
+        output=held_output(weights, attn, config, groups.topology, numerics),
         sink=weights[f"{attn}attn_sink"],
-        hc_ffn=_hyper(weights, f"{prefix}hc_ffn"),
+        hc_ffn=hyper_weights(weights, f"{prefix}hc_ffn"),
         ffn_norm=weights[f"{prefix}ffn_norm.weight"],
         moe=make_moe(weights, prefix, config, False, numerics.activation),
     )
-
-
-def _hyper(weights: Mapping[str, torch.Tensor], prefix: str) -> HyperWeights:
-    return HyperWeights(*(weights[f"{prefix}_{part}"] for part in ("fn", "base", "scale")))
-
-
-def _matrix(weights: Mapping[str, torch.Tensor], name: str, numerics: Numerics) -> Matrix:
-    """The matrix of this name as its numerics multiply it."""
-    weight = weights[f"{name}.weight"]
-    if numerics.quantisation is None:
-        return weight
-    return int8_weight(weight, weights[f"{name}.scale"]) if weight.dtype == torch.int8 else DenseWeight(weight)

@@ -5,10 +5,10 @@ Letters: R rows, I inputs, O outputs, X matrices, P rows of each matrix in a bat
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from ...comm.experts import index_tensor
+from ..functions import segment_places
 from .exact import exact_length, rounded_total
 
 CALL_PRODUCTS = 200_000
@@ -52,17 +52,10 @@ class FloatProducts:
         X = len(counts)
         if longest * X == len(rows_RI):
             return self._batched(rows_RI.view(X, longest, -1)).flatten(0, 1)
-        place_R = _places(counts, longest, rows_RI.device)
+        place_R = index_tensor(segment_places(counts, longest), rows_RI.device)
         padded = rows_RI.new_zeros(X * longest, rows_RI.shape[1]).index_copy_(0, place_R, rows_RI)
         return self._batched(padded.view(X, longest, -1)).flatten(0, 1).index_select(0, place_R)
 
     def _batched(self, rows_XPI: torch.Tensor) -> torch.Tensor:
         split = rows_XPI.split(self._length, dim=2)
         return rounded_total([torch.bmm(rows, part.mT) for rows, part in zip(split, self._parts, strict=True)])
-
-
-def _places(counts: Sequence[int], longest: int, device: torch.device) -> torch.Tensor:
-    """Row r of the sorted rows -> its row among segments of `longest` rows."""
-    count_X = np.array(counts, dtype=np.int64)
-    shift_X = np.arange(0, longest * len(counts), longest) + count_X - count_X.cumsum()
-    return index_tensor(shift_X.repeat(count_X) + np.arange(count_X.sum()), device)

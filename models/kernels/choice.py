@@ -28,7 +28,7 @@ ROWS = (1, 4, 7, 32)
 def choose_kernels(config: V4Config, numerics: Numerics, groups: Groups) -> Kernels | None:
     """The kernels for one rank's share of a model; None on devices, without FP32 streams, or where none are built.
 
-    Numerics that have BF16 in their products share those of the streams alone.
+    Numerics that have BF16 in their products share those of the streams, of state rows and of cache writes.
     """
     if groups.device != "cpu" or numerics.stream != torch.float32 or numerics.accumulation != torch.float32:
         return None

@@ -36,9 +36,9 @@ from .weight_prefetch import WeightPrefetch
 class StepContext:
     """What all layers of one step share. rotation: by frequency set (0 plain, 1 compressed), of the local rows;
     entry_rotation: by ratio, of the entries completed in the step. head_rotation: `rotation` for rows with heads.
-    valid (None: all are), token and position of rows. masks: what attention keeps for the next layer. kernels and
-    stream_kernels: of all stages, and of the streams, which more numerics share. scales: (layer, stage, row scales) of
-    all that the step quantised so far, None where nothing is."""
+    valid (None: all are), token and position of rows. masks: what attention keeps for the next layer. kernels: those in
+    use, None for the plain forms. scales: (layer, stage, row scales) of all that the step quantised so far, None where
+    nothing is."""
 
     config: V4Config
     numerics: Numerics
@@ -58,7 +58,6 @@ class StepContext:
     prefetch: WeightPrefetch | None = None
     masks: TileMasks = field(default_factory=TileMasks)
     kernels: Kernels | None = None
-    stream_kernels: Kernels | None = None
     scales: list[tuple[int, str, torch.Tensor]] | None = None
 
     def watch(self, layer: int) -> Watch | None:
@@ -203,15 +202,15 @@ class Block:
         """(streams after the layer [T, h, H], rows this rank sent to each expert [experts])."""
         config, eps, act = step.config, step.config.rms_norm_eps, step.numerics.activation
         with step.clock("hyper"):
-            x_TH, post_Th, mix_Thh = hc_pre(streams_ThH, self.hc_attn, config, act, step.stream_kernels)
+            x_TH, post_Th, mix_Thh = hc_pre(streams_ThH, self.hc_attn, config, act, step.kernels)
             x_TH = rms_norm(x_TH, self.attn_norm, eps, act, step.kernels)
         y_TH = self.attention.forward(x_TH, step)
         with step.clock("hyper"):
-            streams_ThH = hc_post(y_TH, streams_ThH, post_Th, mix_Thh, step.stream_kernels)
-            x_TH, post_Th, mix_Thh = hc_pre(streams_ThH, self.hc_ffn, config, act, step.stream_kernels)
+            streams_ThH = hc_post(y_TH, streams_ThH, post_Th, mix_Thh, step.kernels)
+            x_TH, post_Th, mix_Thh = hc_pre(streams_ThH, self.hc_ffn, config, act, step.kernels)
             x_TH = rms_norm(x_TH, self.ffn_norm, eps, step.numerics.accumulation, step.kernels)
         with step.clock("moe"):
             watch = step.watch(self.attention.layer)
             y_TH, counts_E = self.moe.forward(x_TH, step.token_T, step.valid_T, step.groups.ep, watch, step.kernels)
         with step.clock("hyper"):
-            return hc_post(y_TH, streams_ThH, post_Th, mix_Thh, step.stream_kernels), counts_E
+            return hc_post(y_TH, streams_ThH, post_Th, mix_Thh, step.kernels), counts_E

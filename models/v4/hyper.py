@@ -4,6 +4,7 @@ Legend: T rows, h streams, H hidden, M = (2 + h) * h mixing logits. All in the a
 Small steps are bound by the number of calls here, so what can be one call over all M logits is.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,6 +23,11 @@ class HyperWeights:
     fn: torch.Tensor
     base: torch.Tensor
     scale: torch.Tensor
+
+
+def hyper_weights(weights: Mapping[str, torch.Tensor], prefix: str) -> HyperWeights:
+    """Those under `prefix` of a rank's weights, "layers.0.hc_attn" for example."""
+    return HyperWeights(*(weights[f"{prefix}_{part}"] for part in ("fn", "base", "scale")))
 
 
 def _mixing(streams_ThH: torch.Tensor, weights: HyperWeights, config: V4Config) -> torch.Tensor:

@@ -18,24 +18,23 @@ from ...parallel.ownership import vocab_slice
 from ..checkpoint.share import RankWeights
 from ..functions import rms_norm
 from ..int8.finite import require_finite
-from ..int8.linear import int8_weight
 from ..kernels.calls import Kernels
 from ..kernels.choice import choose_kernels
-from ..matrix import DenseWeight, Matrix, product
-from ..numerics import FLOAT32, Numerics
+from ..matrix import held_matrix, product
+from ..numerics import Numerics
 from ..stages import StageClock
 from .block import AttentionLayer, Block, StepContext
 from .caches import Caches
 from .compressor import CompressorWeights
 from .config import V4Config
-from .hyper import HyperWeights, hc_head
+from .hyper import hc_head, hyper_weights
 from .indexer import IndexerWeights
 from .integrity import check_unique
 from .moe import make_moe
-from .output import output_weights
+from .output import held_output
 from .payloads import model_payload
 from .pools import CacheShape
-from .projections import ProjectionWeights, by_head
+from .projections import by_head, projection_weights
 from .rope import angles, frequencies, spread
 from .weight_prefetch import WeightPrefetch
 
@@ -92,7 +91,7 @@ class Model:
         self.config, self.groups, self.numerics = config, groups, numerics
         self.clock = StageClock(device=groups.device, ledger=groups.ledger)
         self.embed, self.norm = weights["embed.weight"], weights["norm.weight"]
-        self.hc_head = _hyper(weights, "hc_head")
+        self.hc_head = hyper_weights(weights, "hc_head")
         self.blocks = tuple(
             _block(weights, config, layer, groups, numerics) for layer in range(config.num_hidden_layers)
         )
@@ -106,7 +105,7 @@ class Model:
         found = tuple(weights["head.weight"].shape)
         if found != expected:
             raise ValueError(f"head.weight is {found}, allowed: {expected} at {groups.topology}")
-        self.head = _matrix(weights, "head", numerics)
+        self.head = held_matrix(weights, "head", numerics)
         self._vocab_offset = shard.start
         self.kernels = choose_kernels(config, numerics, groups) if kernels == "auto" else kernels
         self._prefetch: WeightPrefetch | None = None
@@ -237,13 +236,12 @@ class Model:
             gather_weights=gather_weights,
             prefetch=prefetch,
             kernels=self._kernels(),
-            stream_kernels=None if torch.is_grad_enabled() else self.kernels,
             scales=None if self.numerics.quantisation is None else [],
         )
 
     def _kernels(self) -> Kernels | None:
-        """Those of all stages: they compute in FP32 alone, and record no gradients."""
-        return None if torch.is_grad_enabled() or self.numerics != FLOAT32 else self.kernels
+        """None while gradients are recorded: kernels record none."""
+        return None if torch.is_grad_enabled() else self.kernels
 
     def read_out(
         self, streams_ThH: torch.Tensor, plan: RowPlan, want: str
@@ -264,20 +262,8 @@ class Model:
         return None, ids
 
 
-def _hyper(weights: dict[str, torch.Tensor], prefix: str) -> HyperWeights:
-    return HyperWeights(*(weights[f"{prefix}_{part}"] for part in ("fn", "base", "scale")))
-
-
-def _matrix(weights: dict[str, torch.Tensor], name: str, numerics: Numerics) -> Matrix:
-    """The matrix of this name as its numerics multiply it."""
-    weight = weights[f"{name}.weight"]
-    if numerics.quantisation is None:
-        return weight
-    return int8_weight(weight, weights[f"{name}.scale"]) if weight.dtype == torch.int8 else DenseWeight(weight)
-
-
 def _compressor(weights: dict[str, torch.Tensor], prefix: str, numerics: Numerics) -> CompressorWeights:
-    wkv, wgate = (_matrix(weights, f"{prefix}compressor.{name}", numerics) for name in ("wkv", "wgate"))
+    wkv, wgate = (held_matrix(weights, f"{prefix}compressor.{name}", numerics) for name in ("wkv", "wgate"))
     ape, norm = weights[f"{prefix}compressor.ape"], weights[f"{prefix}compressor.norm.weight"]
     return CompressorWeights(wkv, wgate, ape, norm)
 
@@ -286,31 +272,26 @@ def _block(weights: dict[str, torch.Tensor], config: V4Config, layer: int, group
     prefix = f"layers.{layer}."
     attn = f"{prefix}attn."
     ratio = config.compress_ratios[layer]
-    wq_a, wq_b, wkv = (_matrix(weights, f"{attn}{name}", numerics) for name in ("wq_a", "wq_b", "wkv"))
-    q_norm, kv_norm = weights[f"{attn}q_norm.weight"], weights[f"{attn}kv_norm.weight"]
-    wo_a, wo_b = weights[f"{attn}wo_a.weight"], weights[f"{attn}wo_b.weight"]
-    scale_H = weights.get(f"{attn}wo_b.scale")
-    own_groups = config.o_groups // groups.topology.tp
     indexer = None
     if ratio == 4:
-        wq, proj = (_matrix(weights, f"{attn}indexer.{name}", numerics) for name in ("wq_b", "weights_proj"))
+        wq, proj = (held_matrix(weights, f"{attn}indexer.{name}", numerics) for name in ("wq_b", "weights_proj"))
         own = _compressor(weights, f"{attn}indexer.", numerics)
         indexer = IndexerWeights(wq, proj, own, quantised=numerics.quantisation is not None)
     attention = AttentionLayer(
         layer=layer,
         place=config.layers_of(ratio).index(layer),
         ratio=ratio,
-        projections=ProjectionWeights(wq_a, q_norm, wq_b, wkv, kv_norm),
-        output=output_weights(wo_a, wo_b, scale_H, own_groups, config, numerics.accumulation),
+        projections=projection_weights(weights, attn, numerics),
+        output=held_output(weights, attn, config, groups.topology, numerics),
         sink=weights[f"{attn}attn_sink"],
         compressor=_compressor(weights, attn, numerics) if ratio else None,
         indexer=indexer,
     )
     return Block(
-        hc_attn=_hyper(weights, f"{prefix}hc_attn"),
+        hc_attn=hyper_weights(weights, f"{prefix}hc_attn"),
         attn_norm=weights[f"{prefix}attn_norm.weight"],
         attention=attention,
-        hc_ffn=_hyper(weights, f"{prefix}hc_ffn"),
+        hc_ffn=hyper_weights(weights, f"{prefix}hc_ffn"),
         ffn_norm=weights[f"{prefix}ffn_norm.weight"],
         moe=make_moe(weights, prefix, config, config.is_hash_layer(layer), numerics.activation),
     )

@@ -13,7 +13,7 @@ import torch
 
 from ...comm.experts import combine, dispatch, index_tensor
 from ...parallel.groups import Group
-from ..functions import ROW_MULTIPLE, SMALL_PRODUCT, cast, row_linear, silu, softplus
+from ..functions import ROW_MULTIPLE, SMALL_PRODUCT, cast, row_linear, segment_places, silu, softplus
 from ..int8.linear import Int8Weight, int8_grouped, int8_weight
 from ..int8.quantise import QuantisedRows, quantise_rows
 from ..kernels.calls import Kernels
@@ -139,11 +139,9 @@ def batch_rows(counts: Sequence[int], inputs: int, outputs: int) -> int:
 
 def _batch_places(counts: Sequence[int], rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(sorted row behind each of X * rows places, place of each sorted row); idle places repeat some row."""
-    count_X, row_R = np.array(counts, dtype=np.int64), np.arange(sum(counts))
-    shift_X = np.arange(0, rows * len(counts), rows) + count_X - count_X.cumsum()
-    place_R = shift_X.repeat(count_X) + row_R
+    place_R = segment_places(counts, rows)
     source = np.zeros(rows * len(counts), dtype=np.int64)
-    source[place_R] = row_R
+    source[place_R] = np.arange(len(place_R))
     return index_tensor(source, device), index_tensor(place_R, device)
 
 

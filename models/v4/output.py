@@ -4,6 +4,7 @@ Legend: T local rows, N heads, D head dim, G output groups of this rank, K colum
 group's output, H hidden, S rows of the whole group.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,11 +12,13 @@ import torch
 
 from ...comm.projection import Shards, gather_weight_shards, publish_heads, reduce_partials, tree_sum
 from ...parallel.groups import Group
+from ...parallel.topology import Topology
 from ..functions import cast, tile_product
 from ..int8.linear import Int8Weight, int8_weight
 from ..int8.quantise import quantise_rows
 from ..kernels.calls import Kernels
 from ..matrix import DenseWeight, Watch
+from ..numerics import Numerics
 from .config import V4Config
 
 
@@ -28,6 +31,10 @@ class GroupForm(Protocol):
 
     def finish(self, sum_TH: torch.Tensor) -> torch.Tensor:
         """What follows the sum over all groups: [T, H] in the accumulation dtype. May change sum_TH."""
+        ...
+
+    def of_shard(self, wo_a: torch.Tensor, wo_b: torch.Tensor, groups: int) -> "GroupForm":
+        """The same form of weights, as they travel, of `groups` output groups that came from other ranks."""
         ...
 
 
@@ -48,6 +55,9 @@ class FloatForm:
 
     def finish(self, sum_TH: torch.Tensor) -> torch.Tensor:
         return sum_TH
+
+    def of_shard(self, wo_a: torch.Tensor, wo_b: torch.Tensor, groups: int) -> "FloatForm":
+        return FloatForm(wo_a, wo_b, self.wide)
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,9 @@ class Int8Form:
     def finish(self, sum_TH: torch.Tensor) -> torch.Tensor:
         return sum_TH * self.b.scale_XO[0]
 
+    def of_shard(self, wo_a: torch.Tensor, wo_b: torch.Tensor, groups: int) -> "Int8Form":
+        return int8_form(wo_a, wo_b, self.b.scale_XO[0], groups)
+
 
 def int8_form(wo_a: torch.Tensor, wo_b_codes: torch.Tensor, scale_H: torch.Tensor, groups: int) -> Int8Form:
     """wo_a BF16 [G*O, K] and wo_b's codes [H, G*O] of `groups` output groups; scale_H of wo_b's whole rows."""
@@ -82,20 +95,11 @@ def int8_form(wo_a: torch.Tensor, wo_b_codes: torch.Tensor, scale_H: torch.Tenso
 @dataclass(frozen=True)
 class OutputWeights:
     """This rank's output groups in the form that it multiplies with, and, where other ranks of the tensor group may
-    ask for them, as they travel: stored is (wo_a [G*O, K], wo_b [H, G*O]). scale_H of wo_b's rows where it is in INT8.
-    """
+    ask for them, as they travel: stored is (wo_a [G*O, K], wo_b [H, G*O])."""
 
     form: GroupForm
     stored: tuple[torch.Tensor, torch.Tensor] | None
-    scale_H: torch.Tensor | None
     activation: torch.dtype
-    wide: torch.dtype
-
-    def of_shard(self, wo_a: torch.Tensor, wo_b: torch.Tensor, groups: int) -> GroupForm:
-        """The form of weights of `groups` output groups that came from other ranks."""
-        if self.scale_H is None:
-            return FloatForm(wo_a, wo_b, self.wide)
-        return int8_form(wo_a, wo_b, self.scale_H, groups)
 
 
 def output_weights(
@@ -108,8 +112,16 @@ def output_weights(
 ) -> OutputWeights:
     """The weights of this rank's `groups` output groups out of all; with a scale wo_b holds codes."""
     form = FloatForm(wo_a, wo_b, wide) if scale_H is None else int8_form(wo_a, wo_b, scale_H, groups)
-    stored = (wo_a, wo_b) if groups < config.o_groups else None
-    return OutputWeights(form, stored, scale_H, wo_a.dtype, wide)
+    return OutputWeights(form, (wo_a, wo_b) if groups < config.o_groups else None, wo_a.dtype)
+
+
+def held_output(
+    weights: Mapping[str, torch.Tensor], prefix: str, config: V4Config, topology: Topology, numerics: Numerics
+) -> OutputWeights:
+    """Those of the attention whose tensor names start with prefix, "layers.0.attn." for example."""
+    wo_a, wo_b = weights[f"{prefix}wo_a.weight"], weights[f"{prefix}wo_b.weight"]
+    groups = config.o_groups // topology.tp
+    return output_weights(wo_a, wo_b, weights.get(f"{prefix}wo_b.scale"), groups, config, numerics.accumulation)
 
 
 def project_output(
@@ -141,10 +153,10 @@ def project_output(
     if shards is not None:
         by_owner = zip(heads_TGK.chunk(len(shards), 1), shards, strict=True)
         each = config.o_groups // len(shards)
-        forms = [(heads, weights.of_shard(a, b, each)) for heads, (a, b) in by_owner]
-        partials = [part for heads, form in forms for part in form.partials(heads, watch).unbind(1)]
-        return cast(weights.form.finish(tree_sum(partials)), out)
+        forms = [(heads, form.of_shard(a, b, each)) for heads, (a, b) in by_owner]
+        partials = [part for heads, theirs in forms for part in theirs.partials(heads, watch).unbind(1)]
+        return cast(form.finish(tree_sum(partials)), out)
     heads_SGK = publish_heads(heads_TGK, group, stage="publish")
-    partials_SGH = weights.form.partials(heads_SGK, watch)
+    partials_SGH = form.partials(heads_SGK, watch)
     summed_TH = reduce_partials(partials_SGH, group, config.o_groups, stage="publish")
-    return cast(weights.form.finish(summed_TH), out)
+    return cast(form.finish(summed_TH), out)

@@ -3,13 +3,15 @@
 Legend: T local rows, H hidden, R query rank, N heads, D head dim.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from ..functions import cast, mean_square_rsqrt, rms_norm
 from ..kernels.calls import Kernels
-from ..matrix import Matrix, Operand, Watch, operand, product
+from ..matrix import Matrix, Operand, Watch, held_matrix, operand, product
+from ..numerics import Numerics
 from .config import V4Config
 from .rope import rotate
 
@@ -23,6 +25,12 @@ class ProjectionWeights:
     wq_b: Matrix
     wkv: Matrix
     kv_norm: torch.Tensor
+
+
+def projection_weights(weights: Mapping[str, torch.Tensor], prefix: str, numerics: Numerics) -> ProjectionWeights:
+    """Those of the attention whose tensor names start with prefix, "layers.0.attn." for example."""
+    wq_a, wq_b, wkv = (held_matrix(weights, f"{prefix}{name}", numerics) for name in ("wq_a", "wq_b", "wkv"))
+    return ProjectionWeights(wq_a, weights[f"{prefix}q_norm.weight"], wq_b, wkv, weights[f"{prefix}kv_norm.weight"])
 
 
 Rotation = tuple[torch.Tensor, ...]
