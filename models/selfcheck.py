@@ -1,7 +1,7 @@
 """The row-independence self-check: do this machine's products give a row the same bits in any company?
 
-Every product that the model runs (row_linear at its widths and dtypes, tile products, softmax, reductions)
-is run at small row counts and compared with slices of one larger call.
+Every product that the model runs (row_linear at its widths and dtypes, tile products, softmax, reductions), and
+those of its drafter where the config has one, is run at small row counts and compared with slices of one larger call.
 """
 
 import zlib
@@ -85,6 +85,7 @@ def _products(config: V4Config, modes: tuple[Numerics, ...]) -> Iterator[tuple[s
         yield from _group_products(config, mode, noise)
         yield from _expert_products(config, mode, noise)
     yield from _attention_products(config, noise)
+    yield from _block_products(config, noise)
     h = config.hc_mult
     yield "sinkhorn", (lambda x: sinkhorn(x, config.hc_sinkhorn_iters, config.hc_eps), noise(LARGE_ROWS, h, h))
     for width in (config.hidden_size, h * config.hidden_size, config.head_dim, config.q_lora_rank):
@@ -136,6 +137,9 @@ def _linears(config: V4Config, mode: Numerics) -> set[tuple[torch.dtype, int, in
         (H, c.n_routed_experts),
         (H, c.vocab_size),
     ]
+    if c.dspark is not None:
+        narrow.append((H * len(c.dspark.target_layer_ids), H))
+        broad.append((c.dspark.markov_rank, c.vocab_size))
     linears = {(act, i, o) for i, o in narrow} | {(wide, i, o) for i, o in broad}
     return {(dtype, i, min(o, MOST_OUTPUTS)) for dtype, i, o in linears}
 
@@ -209,3 +213,25 @@ def _attention_products(config: V4Config, noise: Callable[..., torch.Tensor]) ->
         heads = config.num_attention_heads
         yield f"tile scores {lanes} lanes", (scores, noise(LARGE_ROWS, heads, config.head_dim))
         yield f"tile values {lanes} lanes", (values, noise(LARGE_ROWS, heads, lanes))
+
+
+def _block_products(config: V4Config, noise: Callable[..., torch.Tensor]) -> Iterator[tuple[str, Product]]:
+    """Of a drafter: attention of whole blocks, taken in other numbers of blocks, and the sums of confidences."""
+    if config.dspark is None:
+        return
+    rows, D = config.dspark.block_size, config.head_dim
+    lanes, heads = config.sliding_window + rows, rows * config.num_attention_heads
+    keys_1LD = noise(1, lanes, D)
+
+    def scores(q_BXD: torch.Tensor) -> torch.Tensor:
+        return tile_product(q_BXD, keys_1LD.repeat(len(q_BXD), 1, 1).mT)
+
+    def values(scores_BXL: torch.Tensor) -> torch.Tensor:
+        probability_BXL = torch.softmax(F.pad(scores_BXL, (0, 1)), dim=2)[:, :, :lanes]
+        return tile_product(probability_BXL, keys_1LD.repeat(len(scores_BXL), 1, 1))
+
+    yield f"block scores {lanes} lanes", (scores, noise(LARGE_ROWS, heads, D))
+    yield f"block values {lanes} lanes", (values, noise(LARGE_ROWS, heads, lanes))
+    inputs = config.hidden_size + config.dspark.markov_rank
+    weight = noise(inputs)
+    yield f"confidence of {inputs} inputs", (lambda x: (x * weight).sum(1), noise(LARGE_ROWS, inputs))
