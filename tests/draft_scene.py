@@ -14,7 +14,7 @@ from meshspark.models.checkpoint.forms import scale_key
 from meshspark.models.checkpoint.names import held_table
 from meshspark.models.checkpoint.share import held_slices
 from meshspark.models.checkpoint.synthetic import random_weights
-from meshspark.models.dspark.context import DraftPool, draft_family, name_rows, write_context
+from meshspark.models.dspark.context import DraftPool, name_rows, write_context
 from meshspark.models.dspark.draft import Drafts, draft
 from meshspark.models.dspark.drafter import Drafter, make_drafter
 from meshspark.models.dspark.plan import DraftBlock, plan_draft
@@ -22,6 +22,7 @@ from meshspark.models.dspark.projector import context_keys, draft_taps, project
 from meshspark.models.dspark.shape import DraftShape
 from meshspark.models.numerics import numerics
 from meshspark.models.v4.config import DSparkFields, V4Config, tiny
+from meshspark.models.v4.pools import draft_family
 from meshspark.parallel.groups import Groups
 
 SLOTS, MAX_FRESH, PAGE = 8, 24, 4
@@ -91,7 +92,8 @@ class Pages:
         size = (drafter.stages, len(self.free) * page, config.head_dim)
         keys = torch.randn(size, generator=generator).to(drafter.numerics.kv)
         table = torch.full((slots, self.depth), -1, dtype=torch.int64)
-        self.pool = DraftPool(keys, PageTable(page, table), np.arange(slots, dtype=np.int64) + 10)
+        stamps, ends = np.arange(slots, dtype=np.int64) + 10, np.zeros(slots, dtype=np.int64)
+        self.pool = DraftPool(keys, PageTable(page, table), stamps, ends)
         self.ends = [0] * slots
 
     def extend(self, slot: int, end: int) -> None:

@@ -24,7 +24,7 @@ from draft_scene import (
 from naive_dspark import naive_context, naive_draft, through_fp8
 
 from meshspark.layouts.bits import same_bits
-from meshspark.models.dspark.context import draft_family, draft_payload, name_rows, write_context
+from meshspark.models.dspark.context import draft_payload, name_rows, write_context
 from meshspark.models.dspark.draft import Drafts, draft
 from meshspark.models.dspark.drafter import Drafter, make_drafter
 from meshspark.models.dspark.heads import base_logits, confidence_logits, markov_bias
@@ -38,6 +38,7 @@ from meshspark.models.functions import sigmoid
 from meshspark.models.numerics import BFLOAT16, FLOAT64, numerics
 from meshspark.models.selfcheck import row_independence
 from meshspark.models.v4.config import tiny
+from meshspark.models.v4.pools import draft_family
 from meshspark.parallel.groups import Groups
 
 
@@ -105,7 +106,9 @@ def test_rejected_rows_and_stale_generations_leave_no_trace() -> None:
     write_context(keys, name_rows(slot, stamp, position, np.zeros(6, bool)), pages.pool, drafter)
     write_context(keys, name_rows(slot, stamp - 1, position), pages.pool, drafter)
     assert same_bits(pages.pool.keys_MSD, before)
+    assert pages.pool.context_Q.tolist() == [0, 0, 20, 0, 0, 0, 0, 0]
     write_context(keys, name_rows(slot, stamp, position, np.arange(6) < 2), pages.pool, drafter)
+    assert pages.pool.context_Q.tolist() == [0, 0, 22, 0, 0, 0, 0, 0]
     assert same_bits(pages.rows(2, range(20, 22)), keys[:, :2])
     changed = (pages.pool.keys_MSD != before) & ~before.isnan()
     assert changed.any(2).any(0).sum() == 2

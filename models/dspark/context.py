@@ -10,14 +10,14 @@ import torch
 
 from ...comm.context_gather import gather_context
 from ...comm.experts import index_tensor
-from ...layouts.pages import PageFamily, PageTable
+from ...layouts.pages import PageTable
 from ...layouts.payloads import Payload, Span
 from ..numerics import Numerics
+from ..v4.caches import Caches
 from ..v4.config import V4Config
 from ..v4.integrity import check_unique
+from ..v4.pools import DRAFT_FAMILY
 from .drafter import Drafter
-
-FAMILY = "draft_kv"
 
 NAME_COLUMNS = 3
 """Of a row that travels: request slot, generation, position."""
@@ -25,17 +25,20 @@ NAME_COLUMNS = 3
 
 @dataclass(frozen=True)
 class DraftPool:
-    """keys_MSD of all stages behind one table; generation_Q int64: the stamp of each request slot's present request."""
+    """keys_MSD of all stages behind one table. generation_Q int64: the stamp of each request slot's present request;
+    context_Q int64: behind the last position that each has context rows of."""
 
     keys_MSD: torch.Tensor
     table: PageTable
     generation_Q: np.ndarray
+    context_Q: np.ndarray
 
 
-def draft_family(config: V4Config, block_size: int = 32) -> PageFamily:
-    """The pages of context rows. One row more of history than the target's window has: the anchor of a block is a
-    fresh row beside a whole window, not the last row of one. Block rows never come into pages."""
-    return PageFamily(FAMILY, None, block_size, config.sliding_window + 1)
+def draft_pool(caches: Caches) -> DraftPool:
+    """The caches' pool of context rows, in the same memory. ValueError where they have none."""
+    if not caches.shape.draft_stages:
+        raise ValueError("draft_stages of the caches is 0, allowed: that of the drafter")
+    return DraftPool(caches.pools[DRAFT_FAMILY], caches.tables[DRAFT_FAMILY], caches.generation_Q, caches.context_Q)
 
 
 def draft_payload(config: V4Config, numerics: Numerics) -> Payload:
@@ -54,7 +57,9 @@ def name_rows(
 
 
 def write_context(keys_MTD: torch.Tensor, name_T3: torch.Tensor, pool: DraftPool, drafter: Drafter) -> None:
-    """Bring the context rows of all ranks of the group into this rank's pool. Mutates keys_MSD; one exchange.
+    """Bring the context rows of all ranks of the group into this rank's pool. Mutates keys_MSD and context_Q; one
+    exchange. It comes between the target's forward, whose rows have their pages (`Caches.extend`), and
+    `Caches.commit`, which publishes what is written here.
 
     T is equal on all ranks. Rows at position -1, and rows of a generation that is gone, leave no trace. RuntimeError
     where a row has no page, or two rows would go to one place.
@@ -64,12 +69,15 @@ def write_context(keys_MTD: torch.Tensor, name_T3: torch.Tensor, pool: DraftPool
     payload = draft_payload(drafter.config, drafter.numerics)
     with drafter.clock("draft_gather"):
         got = gather_context(sent, payload, drafter.groups.tp, stage="draft_gather")
-    source, target = _places(got["name"].cpu().numpy(), pool)
+    name_G3 = got["name"].cpu().numpy()
+    source, target = _places(name_G3, pool)
     if not len(source):
         return
     device = keys_MTD.device
     rows_MGD = got["kv"].index_select(0, index_tensor(source, device)).view(-1, stages, dim).transpose(0, 1)
     pool.keys_MSD.index_copy_(1, index_tensor(target, device), rows_MGD.to(pool.keys_MSD.dtype))
+    slot, _, position = name_G3[source].T
+    np.maximum.at(pool.context_Q, slot, position + 1)
 
 
 def _places(name_G3: np.ndarray, pool: DraftPool) -> tuple[np.ndarray, np.ndarray]:
@@ -82,7 +90,7 @@ def _places(name_G3: np.ndarray, pool: DraftPool) -> tuple[np.ndarray, np.ndarra
     if target.min(initial=0) < 0:
         bad = int(target.argmin())
         raise RuntimeError(
-            f"{FAMILY}: position {position[bad]} of request slot {slot[bad]} has no page to be written to"
+            f"{DRAFT_FAMILY}: position {position[bad]} of request slot {slot[bad]} has no page to be written to"
         )
-    check_unique({FAMILY: (torch.from_numpy(source), torch.from_numpy(target))})
+    check_unique({DRAFT_FAMILY: (torch.from_numpy(source), torch.from_numpy(target))})
     return source, target

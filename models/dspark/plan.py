@@ -12,7 +12,7 @@ import torch
 from ...layouts.lanes import FreshSpan, Lanes, plan_lanes
 from ...layouts.move import to_device
 from ...layouts.pages import PageTable
-from .context import FAMILY
+from ..v4.pools import DRAFT_FAMILY
 from .drafter import Drafter
 from .shape import DraftShape, require_dspark
 
@@ -123,14 +123,14 @@ def _slab(
     fresh = [block.position if block.first_fresh is None else block.first_fresh for block in mine]
     rows = [block.fresh_row + block.position - start for block, start in zip(mine, fresh, strict=True)]
     span = FreshSpan(*(torch.tensor(each, dtype=torch.int64) for each in _columns(mine, fresh)))
-    tables = None if table is None else {FAMILY: table}
+    tables = None if table is None else {DRAFT_FAMILY: table}
     return Slab(
         shape=shape,
         first=first,
         token_T=torch.from_numpy(token_BR.ravel()),
         position_T=torch.from_numpy((position_B[:, None] + np.arange(shape.rows)).ravel()),
         anchor_B=torch.from_numpy(anchor_B),
-        context=plan_lanes(index_BW, index_BW >= 0, span, tables, (FAMILY,), torch.arange(max(rows, default=0))),
+        context=plan_lanes(index_BW, index_BW >= 0, span, tables, (DRAFT_FAMILY,), torch.arange(max(rows, default=0))),
         hidden_BW=torch.from_numpy(index_BW < 0),
         room=tuple(min(max(bound - first, 0), most) for bound in bounds),
     )

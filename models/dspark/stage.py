@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from ..functions import cast, rms_norm, tile_product
 from ..v4.hyper import hc_head, hc_post, hc_pre
 from ..v4.output import project_output
+from ..v4.pools import DRAFT_FAMILY
 from ..v4.projections import Rotation, by_head, queries, query_latent
 from ..v4.rope import rotate
-from .context import FAMILY
 from .drafter import Drafter
 from .plan import Slab
 from .projector import stage_keys
@@ -48,7 +48,7 @@ def _context(
         fresh_XD = drafter.embed.new_zeros((0, drafter.config.head_dim), dtype=drafter.numerics.kv)
     else:
         fresh_XD = fresh_MXD[number]
-    return slab.context.fill(fresh_XD, None if pool_MSD is None else pool_MSD[number], FAMILY)
+    return slab.context.fill(fresh_XD, None if pool_MSD is None else pool_MSD[number], DRAFT_FAMILY)
 
 
 def stage_forward(

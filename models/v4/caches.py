@@ -1,6 +1,6 @@
 """Caches behind page tables: pools per family and layer, who holds which page, and dumps for tests.
 
-Legend: M layers that have the family, S pool slots, C columns.
+Legend: M layers (or stages of the drafter) that have the family, S pool slots, C columns, Q request slots.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...layouts.page_pool import PagePool
-from ...layouts.pages import COMPRESSED_TOKENS, PageFamily, PageTable, page_families
+from ...layouts.pages import COMPRESSED_TOKENS, PageFamily, PageTable
 from ...layouts.prefix import ROOT, Pages, PrefixIndex, point_key, point_keys
 from ...parallel.topology import Topology
 from ..functions import cast
@@ -19,7 +19,7 @@ from ..kernels.calls import Kernels
 from ..numerics import Numerics
 from .config import V4Config
 from .integrity import check_pages
-from .pools import CacheShape, family_layers, pool_shapes
+from .pools import DRAFT_FAMILY, CacheShape, cache_families, family_layers, pool_shapes
 
 
 @dataclass
@@ -40,6 +40,9 @@ class Caches:
     positions that it may come to hold, which reserves pages for it; they are mapped as its rows come (`extend`) and
     given back as its window moves on (`commit`). Ranks of a group that make the same calls in the same order have
     equal tables. The caches belong to one topology and refuse another.
+
+    generation_Q int64: a number that no other request of the slot has, before or after. context_Q int64: where there
+    is a drafter, behind the last position that the slot has context rows of; whoever writes them counts it up.
     """
 
     def __init__(
@@ -56,7 +59,10 @@ class Caches:
                 f"{config.max_position_embeddings}"
             )
         self.config, self.shape, self.topology = config, shape, topology
-        self.families = page_families(config.sliding_window, config.compress_ratios, shape.block_size)
+        self.families = cache_families(config, shape)
+        self.layer_families = tuple(family for family in self.families if family.name != DRAFT_FAMILY)
+        self.generation_Q = np.zeros(shape.request_slots, dtype=np.int64)
+        self.context_Q = np.zeros(shape.request_slots, dtype=np.int64)
         self.pools: dict[str, torch.Tensor] = {}
         self.tables: dict[str, PageTable] = {}
         self.pages: dict[str, PagePool] = {}
@@ -71,8 +77,12 @@ class Caches:
             self.pools[family.name] = torch.zeros(pool.shape, dtype=pool.dtype, device=device)
 
     def layers_of(self, family: PageFamily) -> tuple[int, ...]:
-        """The layers that have rows of this family, ascending."""
+        """The layers that have rows of this family, ascending; of the drafter's its stages."""
         return family_layers(family, self.config)
+
+    def generation(self, request_slot: int) -> int:
+        """The stamp of the slot's present request. What still comes under an older one is nobody's."""
+        return int(self.generation_Q[request_slot])
 
     def pool(self, family: str, place: int) -> torch.Tensor:
         """Rows [S, C] of the place-th layer that has the family."""
@@ -111,7 +121,10 @@ class Caches:
             raise ValueError(f"cache pages are short for {limit} positions: {short}")
         held = _Held(limit, needed, {family.name: (0, 0) for family in self.families})
         self._held[request_slot] = held
-        return self._resume(request_slot, held, prompt) if self.shape.prefix_points else 0
+        self.generation_Q[request_slot] += 1
+        length = self._resume(request_slot, held, prompt) if self.shape.prefix_points else 0
+        self.context_Q[request_slot] = length
+        return length
 
     def _resume(self, request_slot: int, held: _Held, prompt: Sequence[int]) -> int:
         whole = max(0, len(prompt) - 1) // COMPRESSED_TOKENS * COMPRESSED_TOKENS
@@ -178,13 +191,21 @@ class Caches:
             first, end = span.start // family.page, -(-span.stop // family.page)
             pages = [self.pages[family.name].take() for _ in range(first, end)]
             self._map(family, request_slot, held, first, pages)
+        self.context_Q[request_slot] = length
 
     def commit(self, request_slot: int, tokens: Sequence[int], length: int) -> None:
         """The first `length` positions of the slot's sequence `tokens` are final: none of their rows changes again.
 
-        Publishes their prefixes of multiples of 128 and gives back the pages that no later step reads.
+        Publishes their prefixes of multiples of 128 and gives back the pages that no later step reads. Where there
+        is a drafter, the context rows of these positions are written before: RuntimeError where they are not, for
+        whoever started from such a prefix would draft from what a page held before.
         """
         held = self._held[request_slot]
+        if self.shape.draft_stages and self.context_Q[request_slot] < length:
+            raise RuntimeError(
+                f"{DRAFT_FAMILY}: request slot {request_slot} has context rows of {self.context_Q[request_slot]} "
+                f"positions, {length} are committed"
+            )
         if self.shape.prefix_points:
             self._publish(request_slot, held, tokens, length)
         for family in self.families:
@@ -234,6 +255,7 @@ class Caches:
         held = self._held.pop(request_slot, None)
         if held is None:
             return
+        self.generation_Q[request_slot] += 1
         for family in self.families:
             self._give_back(family, request_slot, range(*held.mapped[family.name]))
 
@@ -269,8 +291,8 @@ class Caches:
     def dump(self, request_slot: int, length: int) -> dict[str, torch.Tensor]:
         """The logical rows that a step after `length` committed positions can read, unpaged, by family.
 
-        Each is [M, rows, C] in index order: window rows behind the next query, all complete entries, and the
-        state rows that the next entries still pool.
+        Each is [M, rows, C] in index order: window rows behind the next query, all complete entries, the state rows
+        that the next entries still pool, and the drafter's context rows before an anchor at `length`.
         """
         return {family.name: self._dump_family(family, request_slot, length) for family in self.families}
 

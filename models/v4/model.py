@@ -127,7 +127,7 @@ class Model:
             tp=self.groups.topology.tp,
             tp_rank=self.groups.tp.rank,
             tables=None if caches is None else caches.tables,
-            families=() if caches is None else caches.families,
+            families=() if caches is None else caches.layer_families,
         )
         check_unique(plan.writes)
         return plan

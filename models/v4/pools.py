@@ -10,6 +10,9 @@ from ...layouts.pages import COMPRESSED_TOKENS, PageFamily, page_families
 from ..numerics import Numerics
 from .config import V4Config
 
+DRAFT_FAMILY = "draft_kv"
+"""The family whose rows no layer of the target writes: a drafter does, after a step's rows are accepted."""
+
 
 @dataclass(frozen=True)
 class CacheShape:
@@ -18,7 +21,8 @@ class CacheShape:
     request_slots: requests of the group at once; max_context: positions of one request; max_fresh: rows of one
     request in one step; block_size: positions of a window page. pages: physical pages per family, by default
     enough for every slot at full length. prefix_points: published prefixes from which a request can start, 0 for
-    none; they live in pages that no request needs.
+    none; they live in pages that no request needs. draft_stages: those of the drafter whose context rows are kept
+    too, 0 for none.
     """
 
     request_slots: int
@@ -27,11 +31,12 @@ class CacheShape:
     block_size: int = 32
     pages: Mapping[str, int] | None = None
     prefix_points: int = 0
+    draft_stages: int = 0
 
 
 @dataclass(frozen=True)
 class PoolShape:
-    """One pool: [layers, pages * page, columns] of dtype. depth: entries of a request's table."""
+    """One pool: [layers (or stages), pages * page, columns] of dtype. depth: entries of a request's table."""
 
     layers: int
     pages: int
@@ -65,6 +70,7 @@ def engine_shape(
     block_size: int = 32,
     cache_bytes: int | None = None,
     prefix_points: int = 0,
+    draft_stages: int = 0,
 ) -> CacheShape:
     """The caches of an engine of `requests` slots per group whose steps hold verify_rows rows of each and
     prefill_rows rows of prompts.
@@ -74,8 +80,8 @@ def engine_shape(
     their own. ValueError where cache_bytes do not hold one request of max_context.
     """
     fresh = max(prefill_rows, verify_rows)
-    shape = CacheShape(requests, max_context, fresh, block_size, prefix_points=prefix_points)
-    families = page_families(config.sliding_window, config.compress_ratios, block_size)
+    shape = CacheShape(requests, max_context, fresh, block_size, prefix_points=prefix_points, draft_stages=draft_stages)
+    families = cache_families(config, shape)
     pages, blocks = {}, -(-max_context // COMPRESSED_TOKENS)
     for family in families:
         if family.per_entry:
@@ -96,6 +102,27 @@ def engine_shape(
         )
     pages.update({family.name: most for family in families if family.per_entry})
     return replace(shape, pages=pages)
+
+
+def draft_family(config: V4Config, block_size: int = 32) -> PageFamily:
+    """The pages of a drafter's context rows. One row more of history than the target's window has: the anchor of a
+    block is a fresh row beside a whole window, not the last row of one. Block rows never come into pages."""
+    return PageFamily(DRAFT_FAMILY, None, block_size, config.sliding_window + 1)
+
+
+def cache_families(config: V4Config, shape: CacheShape) -> tuple[PageFamily, ...]:
+    """The families of caches of this shape: those of the layers, then that of the drafter where there is one.
+
+    ValueError where draft_stages are not the config's.
+    """
+    families = page_families(config.sliding_window, config.compress_ratios, shape.block_size)
+    if not shape.draft_stages:
+        return families
+    if shape.draft_stages != len(config.draft_ratios):
+        raise ValueError(
+            f"draft_stages is {shape.draft_stages}, allowed: 0, or {len(config.draft_ratios)} as the model has"
+        )
+    return (*families, draft_family(config, shape.block_size))
 
 
 def ring_pages(
@@ -133,14 +160,16 @@ def row_form(family: PageFamily, config: V4Config, numerics: Numerics) -> tuple[
 
 
 def family_layers(family: PageFamily, config: V4Config) -> tuple[int, ...]:
-    """The layers that have rows of this family, ascending."""
+    """The layers that have rows of this family, ascending; of the drafter's its stages, from 0."""
+    if family.name == DRAFT_FAMILY:
+        return tuple(range(len(config.draft_ratios)))
     return tuple(range(config.num_hidden_layers)) if family.ratio is None else config.layers_of(family.ratio)
 
 
 def pool_shapes(config: V4Config, shape: CacheShape, numerics: Numerics) -> dict[str, PoolShape]:
-    """Every pool of one rank by family name, in the order of `page_families`."""
+    """Every pool of one rank by family name, in the order of `cache_families`."""
     pools = {}
-    for family in page_families(config.sliding_window, config.compress_ratios, shape.block_size):
+    for family in cache_families(config, shape):
         depth = family.depth(shape.max_context, shape.max_fresh)
         columns, dtype = row_form(family, config, numerics)
         pools[family.name] = PoolShape(

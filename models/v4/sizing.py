@@ -3,16 +3,15 @@
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from ...layouts.pages import PageFamily
 from ...parallel.topology import Topology
 from ..checkpoint.inventory import part_of
 from ..checkpoint.names import TensorSpec, held_table
 from ..checkpoint.share import held_slices, tensor_bytes
 from ..numerics import Numerics
 from .config import V4Config
-from .pools import engine_shape, pool_shapes, ring_pages
+from .pools import DRAFT_FAMILY, engine_shape, pool_shapes
 
-POOLS = ("window_kv", "csa_kv", "csa_index", "hca_kv", "csa_state", "index_state", "hca_state", "draft_kv")
+POOLS = ("window_kv", "csa_kv", "csa_index", "hca_kv", "csa_state", "index_state", "hca_state", DRAFT_FAMILY)
 """Every pool of a plan; those that a model lacks have no bytes."""
 
 MOST_REQUESTS = 1 << 20
@@ -76,7 +75,10 @@ class Pool:
 
 @dataclass(frozen=True)
 class CacheWish:
-    """What an engine's caches shall hold, per tensor group, as `engine_shape` takes it. gamma: drafts of a request."""
+    """What an engine's caches shall hold, per tensor group, as `engine_shape` takes it.
+
+    gamma: drafts of a request; where there are any, the context rows of all of the config's stages are kept.
+    """
 
     requests: int
     max_context: int
@@ -91,24 +93,11 @@ class CacheWish:
 def plan_pools(config: V4Config, numerics: Numerics, wish: CacheWish) -> dict[str, Pool]:
     """Every pool of POOLS as an engine allocates it. ValueError where cache_bytes do not hold one whole request."""
     given = {f.name: getattr(wish, f.name) for f in fields(wish) if f.name != "gamma"}
+    given["draft_stages"] = len(config.draft_ratios) if wish.gamma else 0
     pools = {name: Pool(0, 0) for name in POOLS}
-    if wish.gamma and config.draft_ratios:
-        pools["draft_kv"] = _draft_pool(config, numerics, wish)
-        if wish.cache_bytes is not None:
-            given["cache_bytes"] = wish.cache_bytes - pools["draft_kv"].num_bytes
     for name, found in pool_shapes(config, engine_shape(config, numerics, **given), numerics).items():
         pools[name] = Pool(found.pages, found.page_bytes)
     return pools
-
-
-def _draft_pool(config: V4Config, numerics: Numerics, wish: CacheWish) -> Pool:
-    """The stages' keys, paged as the target's window is; the drafted block stands behind the step's own rows."""
-    family = PageFamily("draft_kv", None, wish.block_size, config.sliding_window)
-    rows = wish.verify_rows + wish.gamma
-    fresh = max(wish.prefill_rows, wish.verify_rows) + wish.gamma
-    pages = ring_pages(family, wish.requests, wish.max_context, wish.prefill_rows, rows, fresh, wish.prefix_points)
-    row_bytes = len(config.draft_ratios) * config.head_dim * numerics.kv.itemsize
-    return Pool(pages, family.page * row_bytes)
 
 
 def fitting_requests(config: V4Config, numerics: Numerics, wish: CacheWish, room: int) -> int:
