@@ -10,13 +10,13 @@ from rich.table import Table
 from ..models.checkpoint.forms import OFFICIAL
 from ..models.checkpoint.inventory import Inventory, format_inventory, inventory, preset_inventory
 from ..models.checkpoint.synthetic import synthesize
-from ..models.v4.config import flash, flash_dspark, tiny
+from ..models.v4.config import flash, flash_dspark, tiny, tiny_dspark, tiny_mtp
 from .flags import STANDARD_OUTPUT, FlagParser, check_json
 from .output import people, show, write_json
 from .worker import run_main
 
 PUBLISHED = {"flash": flash, "flash-dspark": flash_dspark}
-SYNTHETIC = {"tiny": tiny}
+SYNTHETIC = {"tiny": tiny, "tiny-dspark": tiny_dspark, "tiny-mtp": tiny_mtp}
 
 
 def parser() -> FlagParser:

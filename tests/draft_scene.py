@@ -20,6 +20,7 @@ from meshspark.models.dspark.drafter import Drafter, make_drafter
 from meshspark.models.dspark.plan import DraftBlock, plan_draft
 from meshspark.models.dspark.projector import context_keys, draft_taps, project
 from meshspark.models.dspark.shape import DraftShape
+from meshspark.models.matrix import held_matrix
 from meshspark.models.numerics import numerics
 from meshspark.models.v4.config import DSparkFields, V4Config, tiny
 from meshspark.models.v4.pools import draft_family
@@ -73,8 +74,10 @@ def draft_model(
     config = draft_config() if config is None else config
     weights = draft_weights(config, mode) if weights is None else weights
     share = rank_share(weights, config, groups)
-    head, embed = share.pop("head.weight"), share.pop("embed.weight")
-    return make_drafter(config, share, embed, head, groups, numerics(mode), shape=shape, kv_group=kv_group)
+    head = held_matrix(share, "head", numerics(mode))
+    return make_drafter(
+        config, share, share["embed.weight"], head, groups, numerics(mode), shape=shape, kv_group=kv_group
+    )
 
 
 class Pages:

@@ -26,7 +26,10 @@ def test_dspark_totals_and_drafter_tally():
     drafter = [spec for spec in tensor_table(config) if spec.is_draft]
     assert Counter(spec.dtype for spec in drafter) == {"I8": 2304, "F8_E4M3": 25, "BF16": 20, "F32": 27}
     assert sum(spec.scale_name is not None for spec in drafter) == 2329
+    assert sum(1 + (spec.scale_name is not None) for spec in drafter) == 4705
     assert sum(prod(spec.shape) for spec in drafter) == 19_845_850_983
+    part = preset_inventory(config).parts["draft"]
+    assert (part.tensors, part.parameters) == (4705, 19_845_850_983)
     shapes = {spec.name: spec.shape for spec in drafter}
     assert shapes["mtp.0.main_proj.weight"] == (4096, 12288)
     assert shapes["mtp.2.confidence_head.proj.weight"] == (1, 4352)

@@ -15,7 +15,7 @@ from .fill import fill, fill_int8
 from .forms import W8A8_FORM, is_int8, scale_key
 from .names import held_table
 from .reader import CheckpointError, Reader, few
-from .share import RankWeights, check_topology, held_dtype, held_slices
+from .share import RankWeights, check_draft, check_topology, held_dtype, held_slices
 from .verify import Checkpoint, open_checkpoint, read_config
 
 TEXT_LIMIT = 2000
@@ -23,35 +23,53 @@ Result = TypeVar("Result")
 
 
 def load_weights(
-    directory: Path | str, topology: Topology, rank: int, numerics: Numerics, *, config: V4Config | None = None
+    directory: Path | str,
+    topology: Topology,
+    rank: int,
+    numerics: Numerics,
+    *,
+    config: V4Config | None = None,
+    draft: bool = False,
 ) -> tuple[V4Config, RankWeights]:
-    """The target's weights as this rank holds them, on the CPU; mtp.* is verified but not loaded.
+    """The target's weights as this rank holds them, on the CPU; with draft also those of its drafter or MTP layer,
+    mtp.*, which otherwise are verified but not loaded.
 
     Everything is verified before the first weight is read. Only the rank's experts, output groups and head rows
     are read, and only their scales; but for w8a8 wo_b's channels whole. Each tensor is decoded, or for w8a8 quantised,
     into its final place. Raises CheckpointError for a faulty checkpoint, or one stored in INT8 with numerics other
-    than w8a8, ValueError for a topology that does not divide the model.
+    than w8a8, ValueError for a topology that does not divide the model, and for draft where there is no mtp.*.
     """
-    checkpoint = _open(directory, topology, config)
-    return checkpoint.config, read_share(checkpoint, topology, rank, numerics)
+    checkpoint = _open(directory, topology, config, draft)
+    return checkpoint.config, read_share(checkpoint, topology, rank, numerics, draft=draft)
 
 
 def load_on_all_ranks(
-    directory: Path | str, groups: Groups, numerics: Numerics, *, config: V4Config | None = None
+    directory: Path | str,
+    groups: Groups,
+    numerics: Numerics,
+    *,
+    config: V4Config | None = None,
+    draft: bool = False,
 ) -> tuple[V4Config, RankWeights]:
     """load_weights on every rank of the world, with one verdict: what one rank finds wrong fails on all of them.
 
     All ranks call it. CheckpointError with the same text everywhere, naming the ranks that saw the fault; also
     when ranks read checkpoints of different shape. Nothing is returned half loaded.
     """
-    checkpoint = _together(lambda: _open(directory, groups.topology, config), groups, Checkpoint.fingerprint)
-    return checkpoint.config, _together(lambda: read_share(checkpoint, groups.topology, groups.rank, numerics), groups)
+    topology, rank = groups.topology, groups.rank
+    checkpoint = _together(lambda: _open(directory, topology, config, draft), groups, Checkpoint.fingerprint)
+    share = _together(lambda: read_share(checkpoint, topology, rank, numerics, draft=draft), groups)
+    return checkpoint.config, share
 
 
-def read_share(checkpoint: Checkpoint, topology: Topology, rank: int, numerics: Numerics) -> RankWeights:
-    """The rank's share of a verified checkpoint. CheckpointError where it is stored in INT8 and numerics not w8a8."""
+def read_share(
+    checkpoint: Checkpoint, topology: Topology, rank: int, numerics: Numerics, *, draft: bool = False
+) -> RankWeights:
+    """The rank's share of a verified checkpoint, with draft also of mtp.*. CheckpointError where it is stored in INT8
+    and numerics not w8a8."""
     config = checkpoint.config
     check_topology(config, topology)
+    check_draft(config, draft)
     if checkpoint.form == W8A8_FORM and numerics.quantisation != "w8a8":
         raise CheckpointError(
             f"{checkpoint.directory}: its weights are stored quantised to w8a8, numerics is {numerics.name}, allowed: "
@@ -60,7 +78,7 @@ def read_share(checkpoint: Checkpoint, topology: Topology, rank: int, numerics: 
     share: dict[str, torch.Tensor] = {}
     rounded: list[str] = []
     with Reader(checkpoint.directory) as reader:
-        for name, specs in held_table(config).items():
+        for name, specs in held_table(config, draft=draft).items():
             held = [(spec, held_slices(spec, config, topology, rank)) for spec in specs]
             mine = [(spec, slices) for spec, slices in held if slices is not None]
             shape = tuple(s.stop - s.start for s in mine[0][1])
@@ -84,9 +102,11 @@ def read_share(checkpoint: Checkpoint, topology: Topology, rank: int, numerics: 
     return RankWeights(share, topology, rank, notes=checkpoint.notes + notes, log=log)
 
 
-def _open(directory: Path | str, topology: Topology, config: V4Config | None) -> Checkpoint:
-    # A topology that does not fit is no fault of the checkpoint, and is said first.
-    check_topology(read_config(directory) if config is None else config, topology)
+def _open(directory: Path | str, topology: Topology, config: V4Config | None, draft: bool) -> Checkpoint:
+    # What does not fit is no fault of the checkpoint, and is said first.
+    named = read_config(directory) if config is None else config
+    check_topology(named, topology)
+    check_draft(named, draft)
     return open_checkpoint(directory, config)
 
 

@@ -14,13 +14,14 @@ from .names import TensorSpec, held_table
 
 
 class RankWeights(dict[str, torch.Tensor]):
-    """The target's weights by name as one rank of one topology holds them.
+    """Weights by name as one rank of one topology holds them: the target's, and its drafter's if it was asked for.
 
     Routed experts are stacked: layers.{l}.ffn.experts.w1.weight is [local experts, I, H], w3 likewise, w2
     [local experts, H, I]. wo_a holds the rows of the rank's output groups, wo_b their columns, head its rows of
-    the vocabulary; everything else is whole. Scales are applied, but for numerics w8a8: there an INT8 weight is its
-    codes, and beside it, under the key with .scale instead of .weight, stand the FP32 scales of its output channels,
-    [O] or of stacked experts [local experts, O]. A channel of wo_b is the whole row over all output groups.
+    the vocabulary; everything else is whole. mtp.* is held as the layers are, its heads whole. Scales are applied, but
+    for numerics w8a8: there an INT8 weight is its codes, and beside it, under the key with .scale instead of .weight,
+    stand the FP32 scales of its output channels, [O] or of stacked experts [local experts, O]. A channel of wo_b is
+    the whole row over all output groups.
     """
 
     def __init__(
@@ -59,6 +60,12 @@ def check_topology(config: V4Config, topology: Topology) -> None:
     topology.check_model(config.o_groups, config.vocab_size, config.n_routed_experts)
 
 
+def check_draft(config: V4Config, draft: bool) -> None:
+    """ValueError where a drafter's weights are asked for that the model does not have."""
+    if draft and config.drafter == "none":
+        raise ValueError("draft is True, but the model has no mtp.* tensors; allowed: False")
+
+
 def held_slices(spec: TensorSpec, config: V4Config, topology: Topology, rank: int) -> tuple[slice, ...] | None:
     """Logical index ranges of the tensor that the rank holds, one per dim; None for a foreign expert."""
     at = topology.coordinates(rank)
@@ -85,14 +92,17 @@ def held_dtype(spec: TensorSpec, numerics: Numerics) -> torch.dtype:
     return {"matmul": numerics.activation, "wide": numerics.accumulation, "ids": torch.int64}[spec.role]
 
 
-def shard_weights(weights: Mapping[str, torch.Tensor], topology: Topology, rank: int, config: V4Config) -> RankWeights:
+def shard_weights(
+    weights: Mapping[str, torch.Tensor], topology: Topology, rank: int, config: V4Config, *, draft: bool = False
+) -> RankWeights:
     """One rank's own copy of its share of full weights (world 1): what loading them from a file would give.
 
-    Weights of w8a8 are recognised by the scales beside them.
+    draft: with mtp.*. Weights of w8a8 are recognised by the scales beside them.
     """
     check_topology(config, topology)
+    check_draft(config, draft)
     share: dict[str, torch.Tensor] = {}
-    for name, specs in held_table(config).items():
+    for name, specs in held_table(config, draft=draft).items():
         held = [held_slices(spec, config, topology, rank) for spec in specs]
         if specs[0].shard == "experts":
             mine = [index for index, slices in enumerate(held) if slices is not None]
@@ -108,10 +118,10 @@ def shard_weights(weights: Mapping[str, torch.Tensor], topology: Topology, rank:
     return RankWeights(share, topology, rank)
 
 
-def share_bytes(config: V4Config, topology: Topology, rank: int, numerics: Numerics) -> int:
-    """Bytes of the rank's weights in the numerics' dtypes, channel scales included."""
+def share_bytes(config: V4Config, topology: Topology, rank: int, numerics: Numerics, *, draft: bool = False) -> int:
+    """Bytes of the rank's weights in the numerics' dtypes, channel scales included; with draft also of mtp.*."""
     total = 0
-    for specs in held_table(config).values():
+    for specs in held_table(config, draft=draft).values():
         for spec in specs:
             slices = held_slices(spec, config, topology, rank)
             if slices is not None:

@@ -11,6 +11,7 @@ import torch
 
 from ..v4.config import CONFIG_LIMIT, V4Config, from_config_json
 from ..v4.quant import FP4_GROUP
+from .draft_kind import check_drafter
 from .forms import OFFICIAL, W8A8_FORM, stored_table, stores_codes
 from .names import TensorSpec, tensor_table
 from .reader import CheckpointError, Reader, Stored, few, list_stored, read_json_object
@@ -77,6 +78,7 @@ def open_checkpoint(directory: Path | str, config: V4Config | None = None) -> Ch
     form = _stored_form(stored, method, folder)
     config, expert_notes = _with_stored_experts(config, stored, form)
     _check_packing(config, folder)
+    check_drafter(config, stored, folder)
     by_name = _match(config, form, stored, folder)
     _check_tokenizer(folder / TOKENIZER_NAME, config)
     with Reader(folder) as reader:

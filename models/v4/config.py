@@ -99,6 +99,13 @@ class V4Config:
         """Layer indices with this compression ratio, ascending."""
         return tuple(i for i, r in enumerate(self.compress_ratios) if r == ratio)
 
+    @property
+    def drafter(self) -> str:
+        """What mtp.* is: the stages of a "dspark" drafter, a plain "mtp" layer, or "none" where the config has none."""
+        if not self.draft_ratios:
+            return "none"
+        return "mtp" if self.dspark is None else "dspark"
+
     def is_hash_layer(self, layer: int) -> bool:
         return layer < self.num_hash_layers
 
@@ -331,4 +338,22 @@ def tiny_thirds() -> V4Config:
     return replace(tiny(), num_attention_heads=12, o_groups=6, n_routed_experts=12, vocab_size=96)
 
 
-PRESETS = {"flash": flash, "flash-dspark": flash_dspark, "pro": pro, "tiny": tiny, "tiny-thirds": tiny_thirds}
+def tiny_dspark() -> V4Config:
+    """tiny() with a DSpark drafter of three stages behind its last three layers."""
+    return replace(tiny(), draft_ratios=(0, 0, 0), dspark=DSparkFields(5, 262, (2, 3, 4), 8, 3))
+
+
+def tiny_mtp() -> V4Config:
+    """tiny() with a single MTP layer."""
+    return replace(tiny(), draft_ratios=(0,))
+
+
+PRESETS = {
+    "flash": flash,
+    "flash-dspark": flash_dspark,
+    "pro": pro,
+    "tiny": tiny,
+    "tiny-thirds": tiny_thirds,
+    "tiny-dspark": tiny_dspark,
+    "tiny-mtp": tiny_mtp,
+}
