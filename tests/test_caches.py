@@ -41,6 +41,7 @@ def write_rows(caches: Caches, slot: int, marks: list[float], start: int, count:
         slots = caches.tables[family.name].slots(torch.tensor(slot), torch.arange(old, new))
         assert bool((slots >= 0).all()), f"{family.name}: rows {old} to {new} of slot {slot} have no page"
         caches.pools[family.name][:, slots] = rows[None, :, None]
+    caches.context_Q[slot] = start + count
 
 
 def check_rows(caches: Caches, slot: int, marks: list[float], length: int) -> None:
@@ -68,8 +69,9 @@ class Sequence:
     limit: int
 
 
-def small_caches(points: int, tight: bool, block_size: int = 32) -> Caches:
-    config = PRESETS["tiny"]()
+def small_caches(points: int, tight: bool, block_size: int = 32, preset: str = "tiny") -> Caches:
+    config = PRESETS[preset]()
+    stages = len(config.draft_ratios)
     shape = engine_shape(
         config,
         FLOAT64,
@@ -79,11 +81,12 @@ def small_caches(points: int, tight: bool, block_size: int = 32) -> Caches:
         verify_rows=3,
         block_size=block_size,
         prefix_points=points,
+        draft_stages=stages,
     )
     if tight:
         pages = dict(shape.pages or {})
         pages.update(csa_kv=9, csa_index=9, hca_kv=8)
-        shape = CacheShape(SLOTS, CONTEXT, FRESH, block_size, pages, points)
+        shape = CacheShape(SLOTS, CONTEXT, FRESH, block_size, pages, points, stages)
     return Caches(config, shape, FLOAT64, Topology())
 
 
@@ -98,7 +101,7 @@ def test_whatever_happens_every_sequence_reads_its_own_rows(points: int, tight: 
     """Random admissions with shared beginnings, chunks, decode and rejected rows, ends; pages poisoned when free."""
     draw = random.Random(points * 10 + tight)
     stems = [[draw.randrange(3) for _ in range(CONTEXT)] for _ in range(2)]
-    caches = small_caches(points, tight, block_size)
+    caches = small_caches(points, tight, block_size, "tiny-dspark")
     running: dict[int, Sequence] = {}
     hits = refused = 0
     for _ in range(110):

@@ -85,7 +85,9 @@ class Stage:
         fill_resident(caches, 0, start, 5)
         caches.extend(0, start, rows)
         geometry = Geometry(config.sliding_window, tuple(sorted(set(config.compress_ratios))), config.index_topk)
-        plan = plan_rows([RequestRows(0, start, [0] * rows)], geometry, tables=caches.tables, families=caches.layer_families)
+        plan = plan_rows(
+            [RequestRows(0, start, [0] * rows)], geometry, tables=caches.tables, families=caches.layer_families
+        )
         wide = mode.accumulation
         fresh = len(plan.boundaries[ratio].start_E)
         family = {4: "csa_kv", 128: "hca_kv"}[ratio]

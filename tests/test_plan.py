@@ -18,6 +18,7 @@ from meshspark.models.checkpoint.share import shard_weights
 from meshspark.models.checkpoint.synthetic import random_weights
 from meshspark.models.numerics import MODES, W8A8, numerics
 from meshspark.models.v4.buffers import step_buffers
+from meshspark.models.v4.caches import Caches
 from meshspark.models.v4.config import PRESETS, flash, flash_dspark
 from meshspark.models.v4.estimate import Device, step_times, step_work, whole
 from meshspark.models.v4.pools import engine_shape
@@ -122,9 +123,32 @@ def test_keys_of_the_drafter() -> None:
     pools = plan_pools(flash_dspark(), W8A8, wish)
     draft, window = pools["draft_kv"], pools["window_kv"]
     assert (draft.page_bytes, window.page_bytes) == (3 * 32 * 1024, 43 * 32 * 1024)
-    assert window.pages == draft.pages, "8 rows and 15 rows take a page each"
+    assert window.pages == draft.pages, "127 rows and 128 rows span as many pages; block rows take none"
     least = replace(wish, cache_bytes=sum(p.num_bytes for p in plan_pools(flash_dspark(), W8A8, wish).values()))
     assert plan_pools(flash_dspark(), W8A8, least)["draft_kv"] == draft
+
+
+@pytest.mark.parametrize("preset", ["tiny-dspark", "tiny-mtp"])
+@pytest.mark.parametrize("mode", ["float32", "w8a8"])
+@pytest.mark.parametrize("block_size", [4, 32])
+def test_caches_with_a_drafter_are_planned_byte_for_byte(preset: str, mode: str, block_size: int) -> None:
+    config = PRESETS[preset]()
+    sizes = {"requests": 3, "max_context": 640, "prefill_rows": 70, "verify_rows": 6, "prefix_points": 2}
+    wish = CacheWish(**sizes, block_size=block_size, gamma=5)
+    free = sum(pool.num_bytes for pool in plan_pools(config, MODES[mode], wish).values())
+    for budget in (None, free, free - 1):
+        pools = plan_pools(config, MODES[mode], replace(wish, cache_bytes=budget))
+        shape = engine_shape(
+            config, MODES[mode], **sizes, block_size=block_size, cache_bytes=budget,
+            draft_stages=len(config.draft_ratios),
+        )  # fmt: skip
+        made = Caches(config, shape, MODES[mode], Topology())
+        assert {name: pool.num_bytes for name, pool in pools.items()} == {
+            name: pool.nbytes for name, pool in made.pools.items()
+        }
+        assert budget is None or sum(pool.num_bytes for pool in pools.values()) <= budget
+        least = len(config.draft_ratios) * config.head_dim * MODES[mode].kv.itemsize * config.sliding_window
+        assert pools["draft_kv"].num_bytes >= 3 * least
 
 
 def test_fitting_requests_are_the_most() -> None:
