@@ -161,9 +161,16 @@ def test_pages_of_all_rows_of_a_verification_are_mapped_before_they_are_written(
 
 
 def test_nothing_is_published_whose_context_rows_are_not_written() -> None:
-    """A step that wrote none, or only some: the point would give its finder a window of nobody."""
+    """A step that wrote none: the point would give its finder a window of nobody. What the slot's last request wrote
+    does not count."""
     model, tokens = parts()[0], text_of(1)
     caches = make_caches()
+    caches.admit(0, CONTEXT)
+    run_rows(caches, 0, text_of(2), 0, 127)
+    run_rows(caches, 0, text_of(2), 127, 120)
+    caches.release(0)
+    while caches.prefixes.give_state():
+        pass
     caches.admit(0, CONTEXT)
     run_rows(caches, 0, tokens, 0, 120)
     with torch.no_grad():
@@ -177,8 +184,10 @@ def test_nothing_is_published_whose_context_rows_are_not_written() -> None:
 def test_a_late_write_of_a_former_request_leaves_no_trace() -> None:
     drafter, tokens = parts()[1], text_of(1)
     caches = make_caches()
+    nobody = caches.generation(0)
     caches.admit(0, CONTEXT)
     stamps = [caches.generation(0)]
+    assert stamps[0] != nobody
     run_rows(caches, 0, tokens, 0, 20)
     pool, position = draft_pool(caches), np.arange(20, 24)
     late = name_rows(np.zeros(4, np.int64), np.full(4, stamps[0]), position)
@@ -191,14 +200,17 @@ def test_a_late_write_of_a_former_request_leaves_no_trace() -> None:
 
     caches.release(0)
     assert not arrives(), "nobody has the slot"
+    assert caches.generation(0) not in (nobody, stamps[0])
+    stamps.append(caches.generation(0))
     caches.admit(0, CONTEXT)
+    assert caches.generation(0) not in stamps
     stamps.append(caches.generation(0))
     run_rows(caches, 0, tokens, 0, 24)
     assert not arrives(), "another has it"
     with pytest.raises(ValueError, match="request slot 0 is taken"):
         caches.admit(0, CONTEXT)
-    assert caches.generation(0) == stamps[1] != stamps[0], "an admission that is refused changes nothing"
-    late[:, 1] = stamps[1]
+    assert caches.generation(0) == stamps[2], "an admission that is refused changes nothing"
+    late[:, 1] = stamps[2]
     assert arrives(), "the request's own rows are written"
 
 

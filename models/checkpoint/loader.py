@@ -39,7 +39,7 @@ def load_weights(
     into its final place. Raises CheckpointError for a faulty checkpoint, or one stored in INT8 with numerics other
     than w8a8, ValueError for a topology that does not divide the model, and for draft where there is no mtp.*.
     """
-    checkpoint = _open(directory, topology, config, draft)
+    checkpoint = _open(directory, topology, config)
     return checkpoint.config, read_share(checkpoint, topology, rank, numerics, draft=draft)
 
 
@@ -57,7 +57,7 @@ def load_on_all_ranks(
     when ranks read checkpoints of different shape. Nothing is returned half loaded.
     """
     topology, rank = groups.topology, groups.rank
-    checkpoint = _together(lambda: _open(directory, topology, config, draft), groups, Checkpoint.fingerprint)
+    checkpoint = _together(lambda: _open(directory, topology, config), groups, Checkpoint.fingerprint)
     share = _together(lambda: read_share(checkpoint, topology, rank, numerics, draft=draft), groups)
     return checkpoint.config, share
 
@@ -102,11 +102,9 @@ def read_share(
     return RankWeights(share, topology, rank, notes=checkpoint.notes + notes, log=log)
 
 
-def _open(directory: Path | str, topology: Topology, config: V4Config | None, draft: bool) -> Checkpoint:
-    # What does not fit is no fault of the checkpoint, and is said first.
-    named = read_config(directory) if config is None else config
-    check_topology(named, topology)
-    check_draft(named, draft)
+def _open(directory: Path | str, topology: Topology, config: V4Config | None) -> Checkpoint:
+    # A topology that does not fit is no fault of the checkpoint, and is said first.
+    check_topology(read_config(directory) if config is None else config, topology)
     return open_checkpoint(directory, config)
 
 
