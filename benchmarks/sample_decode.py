@@ -9,10 +9,10 @@ import torch
 
 from ..launch.engine import Engine
 from ..launch.flags import FlagError
-from ..launch.requests import SamplingParams
 from ..models.checkpoint.loader import load_weights
 from ..models.checkpoint.verify import read_config
 from ..models.numerics import FLOAT32, MODES
+from ..models.request import SamplingParams
 from ..models.v4.config import V4Config
 from ..models.v4.model import Model
 from ..models.v4.traffic import even_load

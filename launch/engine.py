@@ -11,22 +11,23 @@ from typing import Any
 import torch
 
 from ..comm.agreement import agree, encode_control, share_control, sleep, wake
-from ..layouts.rows import RequestRows
-from ..models.sampling import sample, uniform
-from ..models.v4.model import Model, StepOutput
+from ..layouts.rows import RequestRows, band_length
+from ..models.dspark.proposer import Proposer, Room
+from ..models.dspark.step import Decoder, StepSeconds, Told, learn, speculative_step
+from ..models.processors import IgnoreEos, Processor
+from ..models.request import FINISH_REASONS, RequestState, SamplingParams
+from ..models.v4.model import Model
 from ..models.v4.pools import engine_shape
 from ..models.v4.projection_choice import WEIGHTS, agree_costs, projection_costs
 from ..parallel.ownership import request_owner
 from .metrics import Metrics
-from .requests import FINISH_REASONS, GOES_ON, NO_TOKEN, Event, Request, SamplingParams
-from .schedule import pick_rows
+from .requests import Event, Request
+from .schedule import pick_rows, prompt_shares
 from .seats import Seat, Seats
+from .telling import decode_told, encode_told, told_length
 
-HEADER = ("control_length", "rows", "free_slots", "free_pages", "prefix_hits", "prefix_tokens")
-"""Leading fields of a rank's agreement record; (generation, token, finish) of each slot that it owns follow."""
-
-NOTHING = (0, NO_TOKEN, GOES_ON)
-"""What a slot without news says: no request has generation 0."""
+HEADER = ("control_length", "rows", "free_slots", "free_pages", "prefix_hits", "prefix_tokens", "may_draft")
+"""Leading fields of a rank's agreement record; what is told of each slot that it owns follows."""
 
 
 class Engine:
@@ -37,6 +38,8 @@ class Engine:
     take, None for every request at full length. prefix_points: prefixes of earlier sequences that are kept for
     others to start from, by default as many as requests; 0 for none. projection: which form of the output projection
     steps take, "activations", "weights", or "auto" for the cheaper by the number of rows; world rank 0's counts.
+    proposer: drafts the tokens that steps verify, None for plain decoding; point_drafts: it proposes its likeliest
+    tokens also where the target samples. processors: what may change logits, in their order.
     """
 
     def __init__(
@@ -50,6 +53,9 @@ class Engine:
         cache_bytes: int | None = None,
         prefix_points: int | None = None,
         projection: str = "auto",
+        proposer: Proposer | None = None,
+        point_drafts: bool = False,
+        processors: Sequence[Processor] = (IgnoreEos(),),
     ) -> None:
         for name, value in (("requests", requests), ("prefill_rows", prefill_rows)):
             if value < 1:
@@ -69,11 +75,14 @@ class Engine:
                 requests=self.topology.tp * self.slots_per_rank,
                 max_context=max_context,
                 prefill_rows=prefill_rows,
+                verify_rows=1 if proposer is None else 1 + proposer.gamma,
+                draft_stages=0 if proposer is None else proposer.stages,
                 block_size=block_size,
                 cache_bytes=cache_bytes,
                 prefix_points=requests if prefix_points is None else prefix_points,
             )
         )
+        self.decoder = Decoder(model, self.caches, proposer, tuple(processors), point_drafts)
         costs = projection_costs(model.config, model.numerics, self.topology.tp, projection)
         self.costs = agree_costs(costs, self.groups)
         pages = {name: pool.count for name, pool in self.caches.pages.items()}
@@ -82,10 +91,11 @@ class Engine:
         self.counters = Metrics()
         self.closed = False
         self._by_seat: dict[Seat, Request] = {}
-        self._news: dict[int, tuple[int, int, int]] = {}
+        self._news: dict[int, Told] = {}
         self._control: dict[str, Any] = {}
         self._prefix = [0, 0]
         self._heard: list[list[int]] = []
+        self._may_draft: list[int] = []
         self._next_id = 0
         self._idle = True
 
@@ -105,7 +115,7 @@ class Engine:
         bad = [token for token in prompt if type(token) is not int or not 0 <= token < vocab]
         if not prompt or bad:
             raise ValueError(f"prompt has {len(prompt)} ids, not allowed: {bad[:3]}; allowed: some, 0 to {vocab - 1}")
-        request = Request(self._next_id, prompt, params, -1, -1)
+        request = Request(request_id=self._next_id, prompt=prompt, params=params)
         if request.limit > self.max_context:
             raise ValueError(
                 f"prompt of {len(prompt)} and max_new_tokens {params.max_new_tokens} are {request.limit} "
@@ -134,16 +144,16 @@ class Engine:
             raise ValueError("step is for an engine that runs, this one is closed")
         if self._idle:
             self._wake()
-        begin = time.perf_counter()
+        begin, seconds = time.perf_counter(), StepSeconds()
         message = self._control_message() if self.is_front else None
         length, events = self._agree(0 if message is None else len(message))
         if length:
             events += self._take(share_control(message, length, self.groups))
-        rows = self._rows()
+        picked = self._rows()
         self._idle = not self.requests and not self.closed
         if self.requests:
-            self._run(rows)
-            self.counters.ran(rows, time.perf_counter() - begin)
+            self._run(picked, seconds)
+            self.counters.ran([rows for _, rows in picked], time.perf_counter() - begin, seconds)
         self.counters.told(events)
         return events if self.is_front else []
 
@@ -171,7 +181,8 @@ class Engine:
             for name, pool in self.caches.pages.items()
         }
         leaders = [self._heard[ranks[0]] for ranks in self.topology.tp_groups()] if self._heard else []
-        hits, tokens = (sum(record[HEADER.index(name)] for record in leaders) for name in HEADER[4:])
+        places = [HEADER.index(name) for name in ("prefix_hits", "prefix_tokens")]
+        hits, tokens = (sum(record[place] for record in leaders) for place in places)
         return {
             **self.counters.report(),
             "stages": dict(self.model.clock.seconds),
@@ -209,33 +220,48 @@ class Engine:
 
     def _agree(self, control_length: int) -> tuple[int, list[Event]]:
         """Exchange the records and apply everyone's new tokens -> (rank 0's control length, events)."""
+        gamma, mine = self.decoder.gamma, self._mine()
         own = range(self.place.tp_rank * self.slots_per_rank, (self.place.tp_rank + 1) * self.slots_per_rank)
-        rows = sum(r.waiting for r in self._mine())
-        free_slots = self.slots_per_rank - sum(r.slot in own for r in self._mine())
-        record = [control_length, rows, free_slots, min(self.caches.free_pages().values()), *self._prefix]
+        rows = sum(r.waiting for r in mine)
+        free_slots = self.slots_per_rank - sum(r.slot in own for r in mine)
+        may_draft = sum(r.slot in own and self._may_draft_next(r) for r in mine)
+        record = [control_length, rows, free_slots, min(self.caches.free_pages().values()), *self._prefix, may_draft]
         for slot in own:
-            record += self._news.get(slot, NOTHING)
+            record += encode_told(self._news.get(slot), gamma)
         self._news = {}
         self._heard = agree(record, self.groups, stage="agreement")
-        events = []
+        self._may_draft = [theirs[HEADER.index("may_draft")] for theirs in self._heard]
+        events, length = [], told_length(gamma)
         for rank, theirs in enumerate(self._heard):
             place = self.topology.coordinates(rank)
-            news = theirs[len(HEADER) :]
             for i in range(self.slots_per_rank):
-                seat = (place.dp_rank, place.tp_rank * self.slots_per_rank + i)
-                events += self._apply(seat, *news[3 * i : 3 * i + 3])
+                first, slot = len(HEADER) + i * length, place.tp_rank * self.slots_per_rank + i
+                told = decode_told(theirs[first : first + length], slot, gamma)
+                if told is not None:
+                    events += self._apply((place.dp_rank, slot), told)
         return self._heard[0][0], events
 
-    def _apply(self, seat: Seat, generation: int, token: int, finish: int) -> list[Event]:
+    def _may_draft_next(self, request: Request) -> bool:
+        """Whether it may draft in the step that begins: what is yet to be heard of it only makes that less likely."""
+        if (
+            not self.decoder.gamma
+            or not request.params.draft
+            or request.limit - len(request.tokens) < 3 - request.in_prompt
+        ):
+            return False
+        return request.prefill_end - request.computed <= self.prefill_rows
+
+    def _apply(self, seat: Seat, told: Told) -> list[Event]:
         request = self._by_seat.get(seat)
-        if request is None or request.generation != generation:
+        if request is None or request.generation != told.generation:
             return []
-        reason = None if finish == GOES_ON else FINISH_REASONS[finish]
-        shown = () if reason in ("eos", "error") else (token,)
-        request.tokens.extend(shown)
-        if reason is not None:
-            self._end(request, reason)
-        return [Event(request.request_id, shown, reason, self._rank_of(request))]
+        before = None if request.num_generated == 0 else len(request.drafts)
+        shown = learn(request, told, self.caches if request.dp_rank == self.place.dp_rank else None)
+        if before is not None:
+            self.counters.learned(told, before)
+        if told.finish is not None:
+            self._end(request, told.finish)
+        return [Event(request.request_id, shown, told.finish, self._rank_of(request))]
 
     def _end(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
@@ -261,6 +287,10 @@ class Engine:
     def _admit(self, new: Request) -> None:
         self.requests[new.request_id] = new
         self._by_seat[new.dp_rank, new.slot] = new
+        new.owner = self._owner(new.slot)
+        if self.decoder.proposer is not None:
+            new.prefill_end -= self.decoder.proposer.pins_prompt_end
+            self._may_draft[self._rank_of(new)] += new.params.draft
         if new.dp_rank == self.place.dp_rank:
             new.computed = self.caches.admit(new.slot, new.limit, new.prompt)
             self._prefix[0] += new.computed > 0
@@ -277,51 +307,26 @@ class Engine:
         """Requests of this rank's TP group, in order of arrival."""
         return [r for r in self.requests.values() if r.dp_rank == self.place.dp_rank]
 
-    def _rows(self) -> list[RequestRows]:
+    def _rows(self) -> list[tuple[RequestState, RequestRows]]:
         """The group's rows of this step: every decoding request's, then prompts up to the budget."""
-        return pick_rows(self._mine(), self.prefill_rows, self._owner)
+        mine = self._mine()
+        widths = {r.slot: 1 + len(r.drafts) for r in mine}
+        return pick_rows(mine, prompt_shares(mine, self.prefill_rows), widths)
+
+    def _room(self) -> Room | None:
+        """Blocks that ranks may draft in this step, from what all have said and who was admitted since."""
+        if self.decoder.proposer is None:
+            return None
+        group, block = self.topology.tp_groups()[self.place.dp_rank], self.groups.ep.ranks
+        return Room(tuple(self._may_draft[rank] for rank in group), max(self._may_draft[rank] for rank in block))
 
     @torch.inference_mode()
-    def _run(self, rows: list[RequestRows]) -> None:
-        """Run the rows and keep what the owned requests' new tokens are. All ranks enter, rows or not."""
-        plan = self.model.plan(rows, self.caches)
-        by_slot = {r.slot: r for r in self._mine()}
-        asked = [by_slot[r.slot] for r in rows if r.asked]
-        greedy_only = all(r.params.temperature == 0 for r in asked)
-        output = self.model.forward(
-            plan,
-            self.caches,
-            want="ids" if greedy_only else "logits",
-            gather_weights=self.costs.choose(plan.local_t) == WEIGHTS,
-        )
-        for r in rows:
-            request = by_slot[r.slot]
-            request.computed += len(r.tokens)
-            self.caches.commit(r.slot, request.tokens, request.computed)
-        owned = [by_slot[rows[index].slot] for index, _ in output.owned]
-        for request, token in zip(owned, self._tokens(owned, output), strict=True):
-            reason = request.finish_of(token)
-            finish = GOES_ON if reason is None else FINISH_REASONS.index(reason)
-            self._news[request.slot] = (request.generation, token, finish)
-
-    def _tokens(self, owned: list[Request], output: StepOutput) -> list[int]:
-        if output.ids is not None:
-            return output.ids.tolist()
-        assert output.logits is not None
-        device, params = output.logits.device, [request.params for request in owned]
-        draws = [uniform(r.params.seed, len(r.tokens)) for r in owned]
-
-        def on_device(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=device)
-
-        return sample(
-            output.logits,
-            on_device([p.temperature for p in params]),
-            on_device([p.top_p for p in params]),
-            on_device(draws),
-            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
-            min_p=on_device([p.min_p for p in params]),
-        ).tolist()
+    def _run(self, picked: list[tuple[RequestState, RequestRows]], seconds: StepSeconds) -> None:
+        """Run the rows and keep what is decided about owned requests. All ranks enter, rows or not."""
+        states, rows = [state for state, _ in picked], [each for _, each in picked]
+        gather = self.costs.choose(band_length(rows, self.topology.tp)) == WEIGHTS
+        told = speculative_step(rows, states, self.decoder, self._room(), gather_weights=gather, seconds=seconds)
+        self._news = {news.slot: news for news in told}
 
 
 __all__ = ["Engine", "Event", "SamplingParams"]

@@ -11,6 +11,7 @@ from ..models.checkpoint.loader import load_on_all_ranks
 from ..models.checkpoint.share import RankWeights
 from ..models.checkpoint.verify import read_config
 from ..models.numerics import numerics
+from ..models.request import SamplingParams
 from ..models.selfcheck import holds_everywhere
 from ..models.v4.config import V4Config
 from ..models.v4.model import Model
@@ -24,7 +25,7 @@ from .exchange import try_exchanges
 from .flags import FlagParser, RunFlags, add_common, check_range
 from .memory import engine_arguments
 from .output import people, write_json
-from .requests import RequestFailed, SamplingParams
+from .requests import RequestFailed
 from .spawn import run_job
 from .tokenizer import TextTokenizer
 from .worker import config_facts, named_stage, resolve_here, run_main

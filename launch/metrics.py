@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..layouts.rows import RequestRows
+from ..models.dspark.step import StepSeconds, Told
+from .draft_metrics import DraftMetrics
 from .requests import Event
 
 KEPT = 4096
@@ -20,7 +22,7 @@ class Metrics:
         self.prefill_rows = 0
         self.prefill_seconds = 0.0
         self.decode_rows = 0
-        self.decode_tokens = 0
+        self.drafts = DraftMetrics()
         self.decode_seconds = 0.0
         self.most_rows = 0
         self._asked: dict[int, float] = {}
@@ -47,7 +49,11 @@ class Metrics:
                 self._asked.pop(event.request_id, None)
                 self._last.pop(event.request_id, None)
 
-    def ran(self, rows: Sequence[RequestRows], seconds: float) -> None:
+    def learned(self, told: Told, drafts: int) -> None:
+        """News of a request that had so many drafts, of any group."""
+        self.drafts.learned(told, drafts)
+
+    def ran(self, rows: Sequence[RequestRows], seconds: float, parts: StepSeconds) -> None:
         """A step ran. Steps with prompt rows count as prefill, the others as decode."""
         prefill = sum(len(r.tokens) for r in rows if r.kind == "prefill")
         others = sum(len(r.tokens) for r in rows if r.kind != "prefill")
@@ -58,15 +64,16 @@ class Metrics:
         if prefill:
             self.prefill_seconds += seconds
         else:
-            self.decode_tokens += len(rows)
             self.decode_seconds += seconds
+            self.drafts.ran(parts)
 
     def report(self) -> dict[str, Any]:
         """All counters; waiting times in seconds as p50, p99 and mean of the newest, None where there are none."""
-        counters = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        counters = {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "drafts"}
         rows = self.prefill_rows + self.decode_rows
         return {
             **counters,
+            **self.drafts.report(),
             "rows_per_step": rows / self.steps if self.steps else 0.0,
             "time_to_first_token": _quantiles(self._first_token),
             "time_between_tokens": _quantiles(self._between_tokens),

@@ -13,7 +13,8 @@ from ..models.v4.projection_choice import ProjectionCosts, cost_rows, prefetch_b
 from ..models.v4.sizing import CacheWish, fitting_requests, held_weights, plan_pools, weight_parts, worst_routes
 from ..models.v4.traffic import Exchange, Load, StepPlan, draft_exchanges, even_load, step_exchanges, totals
 from ..parallel.topology import Topology, divisors
-from .engine import HEADER, NOTHING
+from .engine import HEADER
+from .telling import told_length
 
 GIB = 1 << 30
 TOKEN_BYTES = 5
@@ -86,7 +87,7 @@ class Settings:
     def step_plan(self, step: str, want: str = "ids") -> StepPlan:
         """The busiest rank's exchanges in such a step, experts chosen evenly."""
         load = self.load(step)
-        record = len(HEADER) + len(NOTHING) * self.slots_per_rank
+        record = len(HEADER) + told_length(self.gamma) * self.slots_per_rank
         busiest = load.valid.index(max(load.valid))
         return StepPlan(
             self.config, self.topology, self.numerics, load, busiest, max(load.valid), None, record, want,

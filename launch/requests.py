@@ -1,41 +1,12 @@
 """Requests as every rank knows them: what was asked, where it sits, how far it is."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from ..layouts.rows import RequestRows
+from ..models.request import RequestState, SamplingParams
 
-FINISH_REASONS = ("eos", "stop", "length", "cancelled", "error")
 NO_TOKEN = -1
-GOES_ON = -1
-"""Values of an agreement record: no new token; the request is not finished."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How a request's tokens are chosen and when it ends. eos_id None never ends by token; top_k 0 takes all."""
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    eos_id: int | None = None
-    top_k: int = 0
-    min_p: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}, allowed: 1 or more")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}, allowed: 0 or more, finite")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}, allowed: above 0 to 1")
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k is {self.top_k}, allowed: 1 or more, or 0 for all")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p is {self.min_p}, allowed: 0 to 1")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}, allowed: 0 to 2**63 - 1")
+"""No end token, in a message."""
 
 
 @dataclass(frozen=True)
@@ -55,68 +26,18 @@ class RequestFailed(ValueError):
     """A request ended as 'error'."""
 
 
-@dataclass
-class Request:
-    """One request. tokens: prompt and output; computed: positions whose rows have run.
-
-    dp_rank and slot are its seat: the TP group that runs it and its place in that group's page tables. generation
-    tells it from those who had the seat before.
-    """
+@dataclass(kw_only=True)
+class Request(RequestState):
+    """One request of the engine. dp_rank and slot are its seat: the TP group that runs it and its place in that group's
+    page tables."""
 
     request_id: int
-    prompt: list[int]
-    params: SamplingParams
-    dp_rank: int
-    slot: int
-    generation: int = 0
-    tokens: list[int] = field(default_factory=list)
-    computed: int = 0
+    dp_rank: int = -1
     finish_reason: str | None = None
 
-    def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.tokens) - len(self.prompt)
-
-    @property
-    def limit(self) -> int:
-        """Positions that it may come to hold. The last token's own row never runs."""
-        return len(self.prompt) + self.params.max_new_tokens
-
-    @property
-    def waiting(self) -> int:
-        """Positions whose rows have still to run."""
-        return len(self.tokens) - self.computed
-
-    @property
-    def in_prompt(self) -> bool:
-        """Whether rows of the prompt have still to run."""
-        return self.computed < len(self.prompt)
-
-    def next_rows(self, budget: int, owner: int) -> RequestRows | None:
-        """The rows of its next step: one decode row, or up to `budget` rows of the prompt; None without budget."""
-        waiting = self.waiting
-        kind = "prefill" if self.in_prompt else "decode"
-        count = min(waiting, budget)
-        if count < 1:
-            return None
-        tokens = self.tokens[self.computed : self.computed + count]
-        asked = (count - 1,) if count == waiting else ()
-        return RequestRows(self.slot, self.computed, tokens, owner=owner, kind=kind, asked=asked)
-
-    def finish_of(self, token: int) -> str | None:
-        """Why the request would end with this new token."""
-        if token < 0:
-            return "error"
-        if token == self.params.eos_id:
-            return "eos"
-        return "length" if self.num_generated + 1 >= self.params.max_new_tokens else None
-
     def to_message(self) -> list[Any]:
+        """What the other ranks need to know of a request that has its seat."""
         p = self.params
-        eos = NO_TOKEN if p.eos_id is None else p.eos_id
         return [
             self.request_id,
             self.dp_rank,
@@ -127,13 +48,18 @@ class Request:
             p.temperature,
             p.top_p,
             p.seed,
-            eos,
+            NO_TOKEN if p.eos_id is None else p.eos_id,
             p.top_k,
             p.min_p,
+            p.ignore_eos,
+            p.draft,
         ]
 
     @classmethod
     def from_message(cls, message: list[Any]) -> "Request":
+        """The request of such a message."""
         request_id, dp_rank, slot, generation, prompt, max_new_tokens, temperature, top_p, seed, eos, *rest = message
         params = SamplingParams(max_new_tokens, temperature, top_p, seed, None if eos == NO_TOKEN else eos, *rest)
-        return cls(request_id, list(prompt), params, dp_rank, slot, generation)
+        return cls(
+            request_id=request_id, dp_rank=dp_rank, slot=slot, generation=generation, prompt=list(prompt), params=params
+        )

@@ -1,9 +1,10 @@
 """Which rows a step takes: every decoding request's, and prompts up to a budget that they share fairly."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..layouts.rows import RequestRows
-from .requests import Request
+from ..models.dspark.step import prepare
+from ..models.request import RequestState
 
 
 def fair_shares(wanted: Sequence[int], budget: int) -> list[int]:
@@ -16,11 +17,17 @@ def fair_shares(wanted: Sequence[int], budget: int) -> list[int]:
     return shares
 
 
-def pick_rows(requests: Sequence[Request], budget: int, owner: Callable[[int], int]) -> list[RequestRows]:
-    """The rows of a step of one group, requests in their order; `budget` is of prompt rows, owner tells the tp_rank
-    of a slot."""
+def prompt_shares(requests: Sequence[RequestState], budget: int) -> dict[int, int]:
+    """Prompt rows of each slot that has some to run, of a budget for all."""
     prompts = [request for request in requests if request.in_prompt]
-    shares = fair_shares([request.waiting for request in prompts], budget)
-    share = {request.request_id: rows for request, rows in zip(prompts, shares, strict=True)}
-    picked = [r.next_rows(share.get(r.request_id, r.waiting), owner(r.slot)) for r in requests]
-    return [rows for rows in picked if rows is not None]
+    shares = fair_shares([request.prefill_end - request.computed for request in prompts], budget)
+    return {request.slot: rows for request, rows in zip(prompts, shares, strict=True)}
+
+
+def pick_rows(
+    requests: Sequence[RequestState], shares: dict[int, int], widths: dict[int, int]
+) -> list[tuple[RequestState, RequestRows]]:
+    """Requests of a group that have rows in its next step, in their order: by slot, prompt rows as `prompt_shares`
+    gives them, and of the others one row or as many as widths has."""
+    picked = [(r, prepare(r, shares.get(r.slot, 0), widths.get(r.slot, 1))) for r in requests]
+    return [(request, rows) for request, rows in picked if rows is not None]

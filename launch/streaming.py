@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from ..models.request import SamplingParams
 from .engine import Engine
-from .requests import Event, RequestFailed, SamplingParams
+from .requests import Event, RequestFailed
 
 
 @dataclass(eq=False)

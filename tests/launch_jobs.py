@@ -61,7 +61,7 @@ def _write(groups, tokens):
     from episodes import make_model
 
     from meshspark.launch.engine import Engine
-    from meshspark.launch.requests import SamplingParams
+    from meshspark.models.request import SamplingParams
 
     engine = Engine(make_model(groups, "tiny", "float32"), requests=2 * groups.topology.tp, max_context=128)
     ids: dict[int, list[int]] = {}

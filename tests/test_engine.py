@@ -9,10 +9,10 @@ from rank_pool import RankPools
 
 from meshspark.comm.logits import return_best
 from meshspark.launch.engine import Engine
-from meshspark.launch.requests import SamplingParams
 from meshspark.layouts.rows import RequestRows
 from meshspark.models.checkpoint.share import shard_weights
 from meshspark.models.numerics import numerics
+from meshspark.models.request import SamplingParams
 from meshspark.models.sampling import greedy, sample
 from meshspark.models.v4.caches import Caches
 from meshspark.models.v4.config import PRESETS

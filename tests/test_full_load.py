@@ -10,9 +10,9 @@ from episodes import full_weights, make_model, single_model
 from rank_pool import RankPools
 
 from meshspark.launch.engine import Engine
-from meshspark.launch.requests import SamplingParams
 from meshspark.models.checkpoint.share import shard_weights
 from meshspark.models.numerics import numerics
+from meshspark.models.request import SamplingParams
 from meshspark.models.v4.config import tiny
 from meshspark.models.v4.model import Model, StepOutput
 from meshspark.parallel.groups import Groups

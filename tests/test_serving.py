@@ -14,9 +14,10 @@ from episodes import make_model, permute_pages, single_model
 from rank_pool import RankPools
 
 from meshspark.launch.engine import Engine
-from meshspark.launch.requests import SamplingParams
 from meshspark.launch.schedule import fair_shares
 from meshspark.layouts.rows import RequestRows
+from meshspark.models.dspark.step import Told
+from meshspark.models.request import SamplingParams
 from meshspark.models.v4.caches import Caches, poison
 from meshspark.models.v4.pools import CacheShape
 from meshspark.parallel.groups import Groups
@@ -281,7 +282,8 @@ def test_news_of_an_earlier_lease_of_a_seat_are_not_taken() -> None:
         number = engine.add_request(prompt, SamplingParams(3))
         engine.step()
         request = engine.requests[number]
-        assert engine._apply((request.dp_rank, request.slot), request.generation - 1, 9, -1) == []
+        late = Told(request.slot, request.generation - 1, 1, (9,))
+        assert engine._apply((request.dp_rank, request.slot), late) == []
         assert engine.requests[number].tokens == prompt
         while engine.active:
             engine.step()

@@ -12,8 +12,9 @@ from rank_pool import RankPools
 from test_engine import MODE, run, traffic
 
 from meshspark.launch.engine import Engine
-from meshspark.launch.requests import Event, RequestFailed, SamplingParams
+from meshspark.launch.requests import Event, RequestFailed
 from meshspark.launch.streaming import Streams
+from meshspark.models.request import SamplingParams
 from meshspark.parallel.errors import RankDied
 from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology

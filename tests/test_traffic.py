@@ -13,9 +13,9 @@ from rank_pool import RankPools
 from meshspark.comm.volumes import exchange_window, gather_window, window_bytes
 from meshspark.launch.engine import Engine
 from meshspark.launch.plan_data import make_plan, windows
-from meshspark.launch.requests import SamplingParams
 from meshspark.layouts.rows import RequestRows
 from meshspark.models.numerics import numerics
+from meshspark.models.request import SamplingParams
 from meshspark.models.v4.config import PRESETS
 from meshspark.models.v4.pools import engine_shape
 from meshspark.models.v4.traffic import Load, StepPlan, step_exchanges
