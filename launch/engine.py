@@ -13,6 +13,7 @@ import torch
 from ..comm.agreement import agree, encode_control, share_control, sleep, wake
 from ..layouts.rows import RequestRows, band_length
 from ..models.dspark.proposer import Proposer, Room
+from ..models.dspark.schedule import VERIFY_ALL, History, Proposal, Verification, widths
 from ..models.dspark.step import Decoder, StepSeconds, Told, learn, speculative_step
 from ..models.processors import IgnoreEos, Processor
 from ..models.request import FINISH_REASONS, RequestState, SamplingParams
@@ -24,6 +25,7 @@ from .metrics import Metrics
 from .requests import Event, Request
 from .schedule import pick_rows, prompt_shares
 from .seats import Seat, Seats
+from .step_costs import step_costs
 from .telling import decode_told, encode_told, told_length
 
 HEADER = ("control_length", "rows", "free_slots", "free_pages", "prefix_hits", "prefix_tokens", "may_draft")
@@ -39,7 +41,9 @@ class Engine:
     others to start from, by default as many as requests; 0 for none. projection: which form of the output projection
     steps take, "activations", "weights", or "auto" for the cheaper by the number of rows; world rank 0's counts.
     proposer: drafts the tokens that steps verify, None for plain decoding; point_drafts: it proposes its likeliest
-    tokens also where the target samples. processors: what may change logits, in their order.
+    tokens also where the target samples. verify: which drafts a step verifies; for those that weigh rows against time,
+    steps are timed here. temperatures: of the drafter's confidences, as calibrated. processors: what may change logits,
+    in their order.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class Engine:
         projection: str = "auto",
         proposer: Proposer | None = None,
         point_drafts: bool = False,
+        verify: Verification = VERIFY_ALL,
+        temperatures: Sequence[float] | None = None,
         processors: Sequence[Processor] = (IgnoreEos(),),
     ) -> None:
         for name, value in (("requests", requests), ("prefill_rows", prefill_rows)):
@@ -82,7 +88,10 @@ class Engine:
                 prefix_points=requests if prefix_points is None else prefix_points,
             )
         )
-        self.decoder = Decoder(model, self.caches, proposer, tuple(processors), point_drafts)
+        heat = None if temperatures is None else tuple(temperatures)
+        self.decoder = Decoder(model, self.caches, proposer, tuple(processors), point_drafts, heat)
+        self.verify, self._history = verify, History()
+        self.table = step_costs(self.decoder, requests, self.slots_per_rank) if verify.uses_costs else None
         costs = projection_costs(model.config, model.numerics, self.topology.tp, projection)
         self.costs = agree_costs(costs, self.groups)
         pages = {name: pool.count for name, pool in self.caches.pages.items()}
@@ -310,8 +319,16 @@ class Engine:
     def _rows(self) -> list[tuple[RequestState, RequestRows]]:
         """The group's rows of this step: every decoding request's, then prompts up to the budget."""
         mine = self._mine()
-        widths = {r.slot: 1 + len(r.drafts) for r in mine}
-        return pick_rows(mine, prompt_shares(mine, self.prefill_rows), widths)
+        shares = prompt_shares(mine, self.prefill_rows)
+        return pick_rows(mine, shares, self._widths(mine, sum(shares.values())))
+
+    def _widths(self, mine: Sequence[Request], prompt_rows: int) -> dict[int, int]:
+        """Rows of each decoding request: the same on all ranks of the group, whose inputs are the same."""
+        decoding = [r for r in mine if not r.in_prompt]
+        offers = [Proposal(r.slot, r.generation, r.survivals, r.widest) for r in decoding]
+        chosen = widths(self.verify, offers, self.table, other_rows=prompt_rows, history=self._history)
+        self._history = self._history.after(offers)
+        return {offer.slot: width for offer, width in zip(offers, chosen, strict=True)}
 
     def _room(self) -> Room | None:
         """Blocks that ranks may draft in this step, from what all have said and who was admitted since."""

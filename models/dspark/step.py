@@ -25,18 +25,21 @@ from .choice import DraftChoice, decide
 from .draft import Drafts
 from .plan import DraftBlock
 from .proposer import KeptRows, Proposer, Room
+from .schedule import to_fixed
 
 
 @dataclass(frozen=True)
 class Decoder:
     """What every step of an engine runs with. proposer None drafts nothing. point: drafts are the drafter's likeliest
-    tokens also where the target samples; the output's distribution is the same, fewer of them are accepted."""
+    tokens also where the target samples; the output's distribution is the same, fewer of them are accepted.
+    temperatures: of the confidences, one a draft, None for 1 (dspark.md 6.2)."""
 
     model: Model
     caches: Caches
     proposer: Proposer | None = None
     processors: tuple[Processor, ...] = (IgnoreEos(),)
     point: bool = False
+    temperatures: tuple[float, ...] | None = None
 
     @property
     def gamma(self) -> int:
@@ -203,7 +206,7 @@ def draft(
         return list(turns)
     choose = DraftChoice([(turn.state, turn.tokens) for turn in going], decoder.processors, decoder.point)
     drafts = proposer.propose(blocks, last, output.taps, decoder.caches, room, choose=choose)
-    return _with_drafts(turns, going, drafts, choose)
+    return _with_drafts(turns, going, drafts, choose, decoder)
 
 
 def _may_draft(turn: _Turn) -> bool:
@@ -218,15 +221,17 @@ def _band_rows(plan: RowPlan) -> dict[tuple[int, int], int]:
     return {name: row for row, name in enumerate(zip(*names, strict=True)) if name[0] >= 0}
 
 
-def _with_drafts(turns: Sequence[_Turn], going: Sequence[_Turn], drafts: Drafts, choose: DraftChoice) -> list[_Turn]:
+def _with_drafts(
+    turns: Sequence[_Turn], going: Sequence[_Turn], drafts: Drafts, choose: DraftChoice, decoder: Decoder
+) -> list[_Turn]:
     """Every turn with its drafts, cut before the first that had no finite logits."""
     found = {}
+    survivals = to_fixed(drafts.confidence, decoder.temperatures).tolist()
     for number, turn in enumerate(going):
         ids = drafts.ids[number].tolist()
         sound = ids.index(-1) if -1 in ids else len(ids)
-        survivals = ()
         turn.state.drawn_YV = choose.drawn(number)
-        found[turn.index] = replace(turn, drafts=tuple(ids[:sound]), survivals=survivals)
+        found[turn.index] = replace(turn, drafts=tuple(ids[:sound]), survivals=tuple(survivals[number][:sound]))
     return [found.get(turn.index, turn) for turn in turns]
 
 
