@@ -12,6 +12,7 @@ BENCHMARKS = {
     "prefill": "prefill",
     "quality": "quality",
     "replay": "replay",
+    "speculative": "speculative",
     "compare": "report",
 }
 """Benchmark -> module of benchmarks/."""
