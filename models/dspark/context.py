@@ -17,7 +17,7 @@ from ..v4.caches import Caches
 from ..v4.config import V4Config
 from ..v4.integrity import check_unique
 from ..v4.pools import DRAFT_FAMILY
-from .drafter import Drafter
+from .drafter import Net
 
 NAME_COLUMNS = 3
 """Of a row that travels: request slot, generation, position."""
@@ -56,7 +56,7 @@ def name_rows(
     return torch.from_numpy(np.stack((slot_T, generation_T, position_T), axis=1).astype(np.int64))
 
 
-def write_context(keys_MTD: torch.Tensor, name_T3: torch.Tensor, pool: DraftPool, drafter: Drafter) -> None:
+def write_context(keys_MTD: torch.Tensor, name_T3: torch.Tensor, pool: DraftPool, drafter: Net) -> None:
     """Bring the context rows of all ranks of the group into this rank's pool. Mutates keys_MSD and context_Q; one
     exchange. It comes between the target's forward, whose rows have their pages (`Caches.extend`), and
     `Caches.commit`, which publishes what is written here.

@@ -3,13 +3,13 @@
 Letters: B blocks, Y drafts of a block (gamma), H hidden, V vocabulary, M stages, S pool slots, X fresh rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..sampling import greedy
-from .drafter import Drafter
+from .drafter import Drafter, Net
 from .heads import base_logits, confidence_logits, markov_bias
 from .plan import DraftPlan, Slab
 from .stage import block_readout
@@ -54,7 +54,7 @@ def draft(
             base_BYV = base_logits(readout_BRH, slab, drafter)
         with drafter.clock("markov"):
             parts.append(markov_drafts(base_BYV, readout_BRH, slab, drafter, choose, keep_logits))
-    return _joined(parts, drafter, keep_logits)
+    return join_slabs(parts, drafter, keep_logits)
 
 
 def markov_drafts(
@@ -82,7 +82,8 @@ def markov_drafts(
     return Drafts(torch.stack(ids, dim=1), confidence_N.view(before_BY.shape), logits_BYV)
 
 
-def _joined(parts: list[Drafts], drafter: Drafter, keep_logits: bool) -> Drafts:
+def join_slabs(parts: Sequence[Drafts], drafter: Net, keep_logits: bool) -> Drafts:
+    """The drafts of a plan from those of its slabs, of which there may be none."""
     if len(parts) == 1:
         return parts[0]
     device, wide, drafts = drafter.embed.device, drafter.numerics.accumulation, drafter.shape.gamma

@@ -1,10 +1,11 @@
-"""What all of the drafter's functions share: sizes, dtypes, groups, and weights with the target's two ends.
+"""What all of a drafter's functions share: sizes, dtypes, groups, and weights with the target's two ends.
 
 Letters: M stages, T rows, H hidden, V vocabulary.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
@@ -17,12 +18,15 @@ from ..v4.projections import Rotation
 from ..v4.rope import angles, frequencies, spread
 from .round_trip import check_kv_group
 from .shape import DraftShape, draft_shape
-from .weights import DrafterWeights, drafter_weights
+from .weights import DrafterWeights, NetWeights, drafter_weights
+
+W = TypeVar("W", bound=NetWeights)
+W_co = TypeVar("W_co", bound=NetWeights, covariant=True)
 
 
 @dataclass(frozen=True)
-class Drafter:
-    """One rank's share of a drafter.
+class DraftNet(Generic[W_co]):
+    """One rank's share of a drafter whose kind its weights tell.
 
     embed [V, H] whole and head [V / tp, H] are the target's own. kv_group: channels that share a scale where key rows
     take the round trip through FP8, 0 where they do not (as the target's). watch: told the scales of quantised rows.
@@ -32,7 +36,7 @@ class Drafter:
     shape: DraftShape
     numerics: Numerics
     groups: Groups
-    weights: DrafterWeights
+    weights: W_co
     embed: torch.Tensor
     head: Matrix
     frequencies: torch.Tensor
@@ -49,6 +53,13 @@ class Drafter:
         return angles(position_T, self.frequencies, self.numerics.accumulation)
 
 
+Net = DraftNet[NetWeights]
+"""A drafter of any kind."""
+
+Drafter = DraftNet[DrafterWeights]
+"""A DSpark drafter."""
+
+
 def make_drafter(
     config: V4Config,
     weights: Mapping[str, torch.Tensor],
@@ -62,15 +73,35 @@ def make_drafter(
     watch: Watch | None = None,
     clock: StageClock | None = None,
 ) -> Drafter:
-    """The drafter of a rank from its share of mtp.*; ValueError where weights, config and topology do not fit."""
-    groups.topology.check_model(config.o_groups, config.vocab_size, config.n_routed_experts)
+    """A rank's DSpark drafter from its share of mtp.*; ValueError where weights, config and topology do not fit."""
+    held = drafter_weights(weights, config, groups, numerics)
+    shape = draft_shape(config) if shape is None else shape
+    return make_net(
+        config, held, embed, head, groups, numerics, shape=shape, kv_group=kv_group, watch=watch, clock=clock
+    )
+
+
+def make_net(
+    config: V4Config,
+    weights: W,
+    embed: torch.Tensor,
+    head: Matrix,
+    groups: Groups,
+    numerics: Numerics,
+    *,
+    shape: DraftShape,
+    kv_group: int = 0,
+    watch: Watch | None = None,
+    clock: StageClock | None = None,
+) -> DraftNet[W]:
+    """The drafter that these weights make; ValueError where kv_group does not fit the config."""
     check_kv_group(config, kv_group)
-    return Drafter(
+    return DraftNet(
         config=config,
-        shape=draft_shape(config) if shape is None else shape,
+        shape=shape,
         numerics=numerics,
         groups=groups,
-        weights=drafter_weights(weights, config, groups, numerics),
+        weights=weights,
         embed=embed,
         head=head,
         frequencies=spread(frequencies(config, 0, embed.device), config.head_dim),

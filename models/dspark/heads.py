@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from ...comm.logits import gather_asked, return_logits
 from ..functions import cast, rms_norm
 from ..matrix import product
-from .drafter import Drafter
+from .drafter import Net
 from .plan import Slab
 from .weights import MarkovHeads
 
 
-def base_logits(readout_BRH: torch.Tensor, slab: Slab, drafter: Drafter) -> torch.Tensor:
+def base_logits(readout_BRH: torch.Tensor, slab: Slab, drafter: Net) -> torch.Tensor:
     """Logits [B, Y, V] of this rank's blocks in the accumulation dtype, before the Markov term.
 
     Every rank of the tensor group multiplies the group's rows with its rows of the target's head, and whole rows come

@@ -1,6 +1,6 @@
 """Index work of a drafting step, on the host: which blocks this rank runs, in which slabs, over which context rows.
 
-Letters: B blocks of a slab, R rows of a block, T = B * R rows, W window.
+Letters: B blocks of a slab, R rows of a block, T = B * R rows, C context lanes.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from ...layouts.lanes import FreshSpan, Lanes, plan_lanes
 from ...layouts.move import to_device
 from ...layouts.pages import PageTable
 from ..v4.pools import DRAFT_FAMILY
-from .drafter import Drafter
+from .drafter import Net
 from .shape import DraftShape, require_dspark
 
 
@@ -35,7 +35,8 @@ class DraftBlock:
 @dataclass(frozen=True)
 class Slab:
     """Blocks that run together. token_T and position_T int64 of their rows by block, then by row; anchor_B int64;
-    context [B, W] lanes: the window before the anchor, in order of position, empty lanes first (hidden_BW).
+    context [B, C] lanes: of the window before the anchor what comes before the block's first row, in order of position,
+    empty lanes first (hidden_BC).
 
     room: blocks that each tp_rank has room for in exchanges, this rank's B at least; alike on all ranks of the group.
     """
@@ -46,7 +47,7 @@ class Slab:
     position_T: torch.Tensor
     anchor_B: torch.Tensor
     context: Lanes
-    hidden_BW: torch.Tensor
+    hidden_BC: torch.Tensor
     room: tuple[int, ...]
 
     @property
@@ -81,7 +82,7 @@ def slabs_needed(blocks: int, shape: DraftShape) -> int:
 
 def plan_draft(
     blocks: Sequence[DraftBlock],
-    drafter: Drafter,
+    drafter: Net,
     table: PageTable | None = None,
     *,
     slabs: int | None = None,
@@ -110,16 +111,17 @@ def plan_draft(
 
 
 def _slab(
-    blocks: Sequence[DraftBlock], first: int, drafter: Drafter, table: PageTable | None, bounds: Sequence[int]
+    blocks: Sequence[DraftBlock], first: int, drafter: Net, table: PageTable | None, bounds: Sequence[int]
 ) -> Slab:
     shape, most = drafter.shape, drafter.shape.slab_blocks
     mine = blocks[first : first + most]
     position_B = np.array([block.position for block in mine], dtype=np.int64)
     anchor_B = np.array([block.token for block in mine], dtype=np.int64)
-    token_BR = np.full((len(mine), shape.rows), require_dspark(drafter.config).noise_token_id, dtype=np.int64)
-    token_BR[:, 0] = anchor_B
+    token_BR = anchor_B[:, None].repeat(shape.rows, axis=1)
+    if shape.rows > 1:
+        token_BR[:, 1:] = require_dspark(drafter.config).noise_token_id
     window = drafter.config.sliding_window
-    index_BW = position_B[:, None] - window + np.arange(window)
+    index_BC = position_B[:, None] - window + np.arange(window - shape.lead)
     fresh = [block.position if block.first_fresh is None else block.first_fresh for block in mine]
     rows = [block.fresh_row + block.position - start for block, start in zip(mine, fresh, strict=True)]
     span = FreshSpan(*(torch.tensor(each, dtype=torch.int64) for each in _columns(mine, fresh)))
@@ -128,10 +130,10 @@ def _slab(
         shape=shape,
         first=first,
         token_T=torch.from_numpy(token_BR.ravel()),
-        position_T=torch.from_numpy((position_B[:, None] + np.arange(shape.rows)).ravel()),
+        position_T=torch.from_numpy((position_B[:, None] - shape.lead + np.arange(shape.rows)).ravel()),
         anchor_B=torch.from_numpy(anchor_B),
-        context=plan_lanes(index_BW, index_BW >= 0, span, tables, (DRAFT_FAMILY,), torch.arange(max(rows, default=0))),
-        hidden_BW=torch.from_numpy(index_BW < 0),
+        context=plan_lanes(index_BC, index_BC >= 0, span, tables, (DRAFT_FAMILY,), torch.arange(max(rows, default=0))),
+        hidden_BC=torch.from_numpy(index_BC < 0),
         room=tuple(min(max(bound - first, 0), most) for bound in bounds),
     )
 

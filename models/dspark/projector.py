@@ -12,7 +12,7 @@ from ..matrix import product
 from ..v4.config import V4Config
 from ..v4.model import Tap
 from ..v4.projections import Rotation, key_value
-from .drafter import Drafter
+from .drafter import Drafter, Net
 from .round_trip import round_trip
 from .shape import require_dspark
 from .weights import StageWeights
@@ -42,7 +42,7 @@ def context_keys(main_TH: torch.Tensor, position_T: torch.Tensor, drafter: Draft
     return torch.stack([stage_keys(main_TH, stage, rotation, drafter) for stage in drafter.weights.stages])
 
 
-def stage_keys(x_TH: torch.Tensor, stage: StageWeights, rotation: Rotation, drafter: Drafter) -> torch.Tensor:
+def stage_keys(x_TH: torch.Tensor, stage: StageWeights, rotation: Rotation, drafter: Net) -> torch.Tensor:
     """Key rows [T, D] of one stage, for context rows and for the normed rows of blocks alike."""
     kv_TD = key_value(x_TH, stage.projections, drafter.config, rotation, drafter.numerics.kv)
     return round_trip(kv_TD, drafter.config.qk_rope_head_dim, drafter.kv_group)

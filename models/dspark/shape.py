@@ -11,19 +11,23 @@ SLAB_BLOCKS = 16
 
 @dataclass(frozen=True)
 class DraftShape:
-    """gamma drafts of a request come from the first of a block's `rows` query rows: the anchor and noise tokens.
+    """gamma drafts of a request come from the first of a block's `rows` query rows.
 
-    A rank runs its blocks in slabs of up to slab_blocks.
+    A rank runs its blocks in slabs of up to slab_blocks. lead: how far before its anchor's position a block's first row
+    stands. Rows of DSpark's blocks are the anchor and noise tokens; an MTP layer's is that of the position before, with
+    the anchor as its next token.
     """
 
     gamma: int
     rows: int
     slab_blocks: int
+    lead: int = 0
 
     @property
     def padded_rows(self) -> int:
-        """Rows that a block has room for where ranks exchange rows of slabs: one more than it has, so that 7 are 8."""
-        return self.rows + 1
+        """Rows that a block has room for where ranks exchange rows of slabs: one more than it has, so that 7 are 8. A
+        single row stays one."""
+        return self.rows + 1 if self.rows > 1 else 1
 
 
 def require_dspark(config: V4Config) -> DSparkFields:

@@ -45,14 +45,20 @@ class MarkovHeads:
 
 
 @dataclass(frozen=True)
-class DrafterWeights:
-    """main_proj [H, I] and main_norm [H] for the context; the stages; hc_head and norm [H] of their readout; heads."""
+class NetWeights:
+    """What drafters of every kind have: stages, and hc_head and norm [H] of their readout."""
 
-    main_proj: Matrix
-    main_norm: torch.Tensor
     stages: tuple[StageWeights, ...]
     hc_head: HyperWeights
     norm: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DrafterWeights(NetWeights):
+    """Beside the stages: main_proj [H, I] and main_norm [H] for the context, and the heads."""
+
+    main_proj: Matrix
+    main_norm: torch.Tensor
     heads: MarkovHeads
 
 
@@ -67,11 +73,33 @@ def count_stages(names: Iterable[str]) -> int:
 def drafter_weights(
     weights: Mapping[str, torch.Tensor], config: V4Config, groups: Groups, numerics: Numerics
 ) -> DrafterWeights:
-    """A rank's drafter from its share of mtp.*, held as the numerics hold the target's: kept, not copied.
-
-    Other names are ignored. ValueError where tensors are missing, or were made for another topology.
-    """
+    """A rank's DSpark drafter from its share of mtp.*, on the terms of `net_weights`."""
     require_dspark(config)
+    net, last = net_weights(weights, config, groups, numerics), f"mtp.{len(config.draft_ratios) - 1}."
+    return DrafterWeights(
+        net.stages,
+        net.hc_head,
+        net.norm,
+        main_proj=held_matrix(weights, "mtp.0.main_proj", numerics),
+        main_norm=weights["mtp.0.main_norm.weight"],
+        heads=MarkovHeads(
+            weights[f"{last}markov_head.markov_w1.weight"],
+            held_matrix(weights, f"{last}markov_head.markov_w2", numerics),
+            weights[f"{last}confidence_head.proj.weight"].flatten(),
+        ),
+    )
+
+
+def net_weights(
+    weights: Mapping[str, torch.Tensor], config: V4Config, groups: Groups, numerics: Numerics
+) -> NetWeights:
+    """The stages of a rank's share of mtp.* and their readout, held as the numerics hold the target's: kept, not
+    copied.
+
+    Other names are ignored. ValueError where tensors of the config's drafter are missing, or were made for another
+    topology.
+    """
+    groups.topology.check_model(config.o_groups, config.vocab_size, config.n_routed_experts)
     if isinstance(weights, RankWeights):
         weights.require(groups.topology, groups.rank, numerics)
     stages = count_stages(weights)
@@ -83,17 +111,10 @@ def drafter_weights(
     if missing:
         raise ValueError(f"weights lack {len(missing)} tensors of the drafter, the first is {missing[0]}")
     last = f"mtp.{stages - 1}."
-    return DrafterWeights(
-        main_proj=held_matrix(weights, "mtp.0.main_proj", numerics),
-        main_norm=weights["mtp.0.main_norm.weight"],
+    return NetWeights(
         stages=tuple(_stage(weights, f"mtp.{stage}.", config, groups, numerics) for stage in range(stages)),
         hc_head=hyper_weights(weights, f"{last}hc_head"),
         norm=weights[f"{last}norm.weight"],
-        heads=MarkovHeads(
-            weights[f"{last}markov_head.markov_w1.weight"],
-            held_matrix(weights, f"{last}markov_head.markov_w2", numerics),
-            weights[f"{last}confidence_head.proj.weight"].flatten(),
-        ),
     )
 
 
