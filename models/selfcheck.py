@@ -140,6 +140,8 @@ def _linears(config: V4Config, mode: Numerics) -> set[tuple[torch.dtype, int, in
     if c.dspark is not None:
         narrow.append((H * len(c.dspark.target_layer_ids), H))
         broad.append((c.dspark.markov_rank, c.vocab_size))
+    if c.drafter == "mtp":
+        narrow.append((H, H))
     linears = {(act, i, o) for i, o in narrow} | {(wide, i, o) for i, o in broad}
     return {(dtype, i, min(o, MOST_OUTPUTS)) for dtype, i, o in linears}
 
@@ -216,11 +218,13 @@ def _attention_products(config: V4Config, noise: Callable[..., torch.Tensor]) ->
 
 
 def _block_products(config: V4Config, noise: Callable[..., torch.Tensor]) -> Iterator[tuple[str, Product]]:
-    """Of a drafter: attention of whole blocks, taken in other numbers of blocks, and the sums of confidences."""
-    if config.dspark is None:
+    """Of a drafter: attention of whole blocks, taken in other numbers of blocks, and the sums of confidences. The one
+    row of an MTP layer's block is the last of its own window."""
+    if config.drafter == "none":
         return
-    rows, D = config.dspark.block_size, config.head_dim
-    lanes, heads = config.sliding_window + rows, rows * config.num_attention_heads
+    rows, D = 1 if config.dspark is None else config.dspark.block_size, config.head_dim
+    lanes = config.sliding_window + (0 if config.dspark is None else rows)
+    heads = rows * config.num_attention_heads
     keys_1LD = noise(1, lanes, D)
 
     def scores(q_BXD: torch.Tensor) -> torch.Tensor:
@@ -232,6 +236,8 @@ def _block_products(config: V4Config, noise: Callable[..., torch.Tensor]) -> Ite
 
     yield f"block scores {lanes} lanes", (scores, noise(LARGE_ROWS, heads, D))
     yield f"block values {lanes} lanes", (values, noise(LARGE_ROWS, heads, lanes))
+    if config.dspark is None:
+        return
     inputs = config.hidden_size + config.dspark.markov_rank
     weight = noise(inputs)
     yield f"confidence of {inputs} inputs", (lambda x: (x * weight).sum(1), noise(LARGE_ROWS, inputs))
