@@ -5,7 +5,8 @@ holds the same table of requests, kept equal by one agreement per step and the c
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..comm.agreement import agree, encode_control, share_control, sleep, wake
 from ..layouts.rows import RequestRows, band_length
 from ..models.dspark.proposer import Proposer, Room
 from ..models.dspark.schedule import VERIFY_ALL, History, Proposal, Verification, widths
-from ..models.dspark.step import Decoder, StepSeconds, Told, learn, speculative_step
+from ..models.dspark.step import Decoder, Judged, StepSeconds, Told, learn, speculative_step
 from ..models.processors import IgnoreEos, Processor
 from ..models.request import FINISH_REASONS, RequestState, SamplingParams
 from ..models.v4.model import Model
@@ -43,7 +44,7 @@ class Engine:
     proposer: drafts the tokens that steps verify, None for plain decoding; point_drafts: it proposes its likeliest
     tokens also where the target samples. verify: which drafts a step verifies; for those that weigh rows against time,
     steps are timed here. temperatures: of the drafter's confidences, as calibrated. processors: what may change logits,
-    in their order.
+    in their order. judge: is told of every verified block of drafts that this rank owns.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Engine:
         verify: Verification = VERIFY_ALL,
         temperatures: Sequence[float] | None = None,
         processors: Sequence[Processor] = (IgnoreEos(),),
+        judge: Callable[[Judged], None] | None = None,
     ) -> None:
         for name, value in (("requests", requests), ("prefill_rows", prefill_rows)):
             if value < 1:
@@ -89,9 +91,10 @@ class Engine:
             )
         )
         heat = None if temperatures is None else tuple(temperatures)
-        self.decoder = Decoder(model, self.caches, proposer, tuple(processors), point_drafts, heat)
+        self.decoder = Decoder(model, self.caches, proposer, tuple(processors), point_drafts, heat, judge)
         self.verify, self._history = verify, History()
-        self.table = step_costs(self.decoder, requests, self.slots_per_rank) if verify.uses_costs else None
+        quiet = replace(self.decoder, judge=None)
+        self.table = step_costs(quiet, requests, self.slots_per_rank) if verify.uses_costs else None
         costs = projection_costs(model.config, model.numerics, self.topology.tp, projection)
         self.costs = agree_costs(costs, self.groups)
         pages = {name: pool.count for name, pool in self.caches.pages.items()}

@@ -41,13 +41,14 @@ class SamplingParams:
 
 @dataclass(kw_only=True)
 class RequestState:
-    """Where a request stands between two steps; equal on all ranks of its group but for drawn_YV.
+    """Where a request stands between two steps; equal on all ranks of its group but for what only its owner has.
 
     slot: its place in the page tables; generation tells it from those who had the slot before; owner: the tp_rank that
     decides about it. tokens: prompt and output so far; the newest, whose row has not run, is the anchor. computed:
     positions whose rows are final. prefill_end: rows from there on stand in the owner's band, the anchor's always.
     drafts: guesses of the tokens behind the anchor, and survivals, fixed-point chances that each and all before it are
-    right. drawn_YV, of the owner only: weights from which the drafts were drawn, None where each is its only choice.
+    right. Of the owner only: drawn_YV, weights from which the drafts were drawn, None where each is its only choice,
+    and confidences, the logits of what the drafter holds of each.
     """
 
     prompt: list[int]
@@ -61,6 +62,7 @@ class RequestState:
     drafts: tuple[int, ...] = ()
     survivals: tuple[int, ...] = ()
     drawn_YV: torch.Tensor | None = None
+    confidences: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)

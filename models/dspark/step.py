@@ -8,7 +8,7 @@ B blocks, V vocabulary.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,10 +29,21 @@ from .schedule import to_fixed
 
 
 @dataclass(frozen=True)
+class Judged:
+    """A block of drafts that was verified: the logits of their confidences, how many the acceptance rule took, and the
+    rows that were run for them."""
+
+    confidences: tuple[float, ...]
+    accepted: int
+    width: int
+
+
+@dataclass(frozen=True)
 class Decoder:
     """What every step of an engine runs with. proposer None drafts nothing. point: drafts are the drafter's likeliest
     tokens also where the target samples; the output's distribution is the same, fewer of them are accepted.
-    temperatures: of the confidences, one a draft, None for 1 (dspark.md 6.2)."""
+    temperatures: of the confidences, one a draft, None for 1 (dspark.md 6.2). judge: told of every block of drafts of
+    this rank's requests that was verified."""
 
     model: Model
     caches: Caches
@@ -40,6 +51,7 @@ class Decoder:
     processors: tuple[Processor, ...] = (IgnoreEos(),)
     point: bool = False
     temperatures: tuple[float, ...] | None = None
+    judge: Callable[[Judged], None] | None = None
 
     @property
     def gamma(self) -> int:
@@ -156,6 +168,8 @@ def accept(
     turns = []
     for index, tokens in zip(owned, chosen, strict=True):
         shown, finish = emit(states[index], tokens)
+        if decoder.judge is not None and rows[index].kind == "verify":
+            decoder.judge(Judged(states[index].confidences, len(tokens) - 1, len(rows[index].tokens)))
         turns.append(_Turn(states[index], rows[index], index, shown, finish))
     return turns
 
@@ -231,6 +245,7 @@ def _with_drafts(
         ids = drafts.ids[number].tolist()
         sound = ids.index(-1) if -1 in ids else len(ids)
         turn.state.drawn_YV = choose.drawn(number)
+        turn.state.confidences = tuple(drafts.confidence[number].tolist()[:sound])
         found[turn.index] = replace(turn, drafts=tuple(ids[:sound]), survivals=tuple(survivals[number][:sound]))
     return [found.get(turn.index, turn) for turn in turns]
 
