@@ -495,6 +495,8 @@ def test_survivals_in_fixed_point() -> None:
     # Confidences so high that products are rounded at every step.
     high = to_fixed(torch.linspace(10, 40, 7000, dtype=torch.float64).view(-1, 7).flip(1))
     assert bool((high.diff(dim=1) <= 0).all()) and int(high.max()) <= ONE
+    small = torch.tensor([0.0] * 30 + [math.log(3)], dtype=torch.float64)
+    assert to_fixed(small)[-2:].tolist() == [1, 0], "down, not to the nearest"
     alone = torch.cat([to_fixed(row[None], heat) for row in random])
     assert torch.equal(alone, got), "a row does not depend on the others"
 
