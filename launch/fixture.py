@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..comm.collectives import all_gather_rows
 from ..parallel.groups import Groups
-from .fixtures import compositions, stages, transports
+from .fixtures import compositions, dspark, stages, transports
 from .fixtures.harness import EMPTY, FAILED, NOT_COMPARED, PASSED, Fixture, Options, Row, Run, run_fixture
 from .fixtures.record import Recorder, facts_of
 from .flags import COMMON, NUMERICS, FlagError, FlagParser, add_common, check_json
@@ -34,7 +34,7 @@ class FixtureFailed(ValueError):
 
 def registry() -> dict[str, Fixture]:
     """Every fixture by its name, in the order of the list."""
-    listed = (*transports.FIXTURES, *stages.FIXTURES, *compositions.FIXTURES)
+    listed = (*transports.FIXTURES, *stages.FIXTURES, *compositions.FIXTURES, *dspark.FIXTURES)
     found = {fixture.name: fixture for fixture in listed}
     assert len(found) == len(listed), "two fixtures have one name"
     return found
@@ -55,7 +55,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "raw-bits": {"action": "store_const", "const": True, "help": "opaque words, NaN payloads included"},
     "local-t": {"type": int, "metavar": "N", "help": "rows of a rank's band (default: its capacity)"},
     "epochs": {"type": int, "metavar": "N", "help": "exchanges one after the other, new data in each (default: 2)"},
-    "mode": {"choices": ("all", "collectives", "sharded"), "help": "parts of publish (default: all)"},
+    "mode": {
+        "choices": ("all", "collectives", "sharded", "prefill", "decode"),
+        "help": "parts of publish: all, collectives or sharded; what the drafter's rows are: prefill or decode "
+        "(default: the first)",
+    },
     "case": {"choices": ("max", "subcapacity"), "help": "full bands or shorter ones (default: max)"},
     "skew": {"choices": ("uniform", "hot", "one", "empty"), "help": "where rows go (default: uniform)"},
     "start-pos": {"type": _numbers, "metavar": "P[,P...]", "help": "first position of each request of the batch"},
