@@ -7,7 +7,7 @@ from typing import Any
 from rank_pool import to_bytes
 
 from meshspark.launch.fixture import verdict_of
-from meshspark.launch.fixtures import compositions, stages
+from meshspark.launch.fixtures import compositions, dspark, stages
 from meshspark.launch.fixtures.harness import PASSED, Options, Run, run_fixture
 from meshspark.launch.fixtures.record import Recorder
 
@@ -15,7 +15,8 @@ SMALL = {"start_pos": (0, 127, 251), "chunk": (9, 1, 6)}
 """A prompt's beginning, a decode row at a boundary of everything, a chunk over boundaries on a resident prefix."""
 
 
-BY_NAME = {fixture.name: fixture for fixture in (*stages.FIXTURES, *compositions.FIXTURES)}
+_LISTED = (*stages.FIXTURES, *compositions.FIXTURES, *dspark.FIXTURES)
+BY_NAME = {fixture.name: fixture for fixture in _LISTED}
 
 
 @dataclass(eq=False)
