@@ -35,6 +35,11 @@ class Deployment:
         """Everything but the name, by flag."""
         return {name: value for name, value in asdict(self).items() if name != "name"}
 
+    @property
+    def gamma(self) -> int:
+        """Drafts of a request."""
+        return self.verify_rows - 1
+
 
 FLASH_DSPARK_16 = Deployment(
     name="flash-dspark-16",
@@ -53,7 +58,6 @@ FLASH_DSPARK_16 = Deployment(
 DEPLOYMENTS = {FLASH_DSPARK_16.name: FLASH_DSPARK_16}
 
 MISSING = {
-    ("speculative", "dspark"): "drafting: no engine drafts with the checkpoint's stages or verifies their rows yet",
     ("speculative", "mtp"): "drafting: no engine drafts with the checkpoint's MTP layer or verifies its rows yet",
 }
 """Settings that can be planned for but not run, and why not."""
@@ -89,7 +93,8 @@ def parse_with_point(
     make_parser: Callable[[], ArgumentParser], argv: Sequence[str]
 ) -> tuple[Namespace, tuple[Row, ...]]:
     """The flags of a verb that takes --deployment, and the settings of the point that are flags there; no rows if no
-    point is named. What no flag says, the point says; ranks follow from ep, or from torchrun."""
+    point is named. What no flag says, the point says; ranks follow from ep, or from torchrun; the number of drafts is
+    the point's if the drafter is."""
     args = make_parser().parse_args(argv)
     if args.deployment is None:
         return args, ()
@@ -99,8 +104,12 @@ def parse_with_point(
     blank.set_defaults(**dict.fromkeys(settings))
     filled.set_defaults(**settings)
     given = vars(blank.parse_args(argv))
-    rows = combine(point, {name: given[name] for name in settings})
-    return filled.parse_args(argv), tuple(row for row in rows if row.name in settings)
+    rows = [row for row in combine(point, {name: given[name] for name in settings}) if row.name in settings]
+    args = filled.parse_args(argv)
+    if args.speculative == point.speculative:
+        rows.append(Row("gamma", point.gamma, args.gamma, point.gamma if args.gamma is None else args.gamma))
+        args.gamma = rows[-1].used
+    return args, tuple(rows)
 
 
 def missing(used: Mapping[str, object]) -> tuple[str, ...]:

@@ -3,13 +3,15 @@
 import argparse
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TextIO
 
 from ..models.checkpoint.loader import load_on_all_ranks
 from ..models.checkpoint.share import RankWeights
 from ..models.checkpoint.verify import read_config
+from ..models.dspark.proposer import Proposer
 from ..models.numerics import numerics
 from ..models.request import SamplingParams
 from ..models.selfcheck import holds_everywhere
@@ -18,13 +20,16 @@ from ..models.v4.model import Model
 from ..parallel.groups import Groups
 from ..parallel.topology import Topology
 from .chat import FORMS, Message, encode_chat
+from .compare_runs import Comparison, Run, compare, turns
 from .deployment import DEPLOYMENTS, Row, parse_with_point, show_point
+from .draft_tables import draft_figures, draft_tables, drafting_json
+from .drafting import Drafting, add_drafting_flags, drafting_flags, make_proposer
 from .engine import Engine
 from .engine_flags import EngineFlags, add_engine_flags, engine_flags
 from .exchange import try_exchanges
 from .flags import FlagParser, RunFlags, add_common, check_range
 from .memory import engine_arguments
-from .output import people, write_json
+from .output import people, show, write_json
 from .requests import RequestFailed
 from .spawn import run_job
 from .tokenizer import TextTokenizer
@@ -54,6 +59,7 @@ class Task:
     context: int | None = None
     deployment: str | None = None
     point: tuple[Row, ...] = ()
+    drafting: Drafting = field(default_factory=Drafting)
 
     @property
     def longest(self) -> int:
@@ -76,6 +82,7 @@ class Task:
             "prompts": ids,
             "params": repr(self.params),
             "engine": repr(self.engine),
+            "drafting": repr(self.drafting),
         }
 
 
@@ -99,6 +106,7 @@ def parser() -> FlagParser:
     flags.add_argument(
         "--min-p", type=float, default=0.0, help="leave out what has less than this share of the likeliest (default: 0)"
     )
+    flags.add_argument("--ignore-eos", action="store_true", help="the end token never comes")
     flags.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     flags.add_argument(
         "--context", type=int, metavar="N", help="positions that one request may hold (default: what the longest needs)"
@@ -107,6 +115,7 @@ def parser() -> FlagParser:
         "--deployment", choices=sorted(DEPLOYMENTS), help="all settings of a point at once; a flag beside it wins"
     )
     add_engine_flags(flags)
+    add_drafting_flags(flags)
     add_common(flags)
     return flags
 
@@ -139,10 +148,10 @@ def prepare(args: argparse.Namespace, flags: RunFlags) -> Task:
     if "" in args.stop:
         raise ValueError("--stop is empty, allowed: at least one character")
     given = (args.max_new_tokens, args.temperature, args.top_p, flags.seed, config.eos_token_id)
-    params = SamplingParams(*given, top_k=args.top_k, min_p=args.min_p)
+    params = SamplingParams(*given, top_k=args.top_k, min_p=args.min_p, ignore_eos=args.ignore_eos)
     ids = tuple(tuple(encode_prompt(prompt, tokenizer, args.chat)) for prompt in prompts)
     task = Task(directory, config, tokenizer, prompts, ids, args.chat, tuple(args.stop), params, engine_flags(args))
-    task = replace(task, context=args.context)
+    task = replace(task, context=args.context, drafting=drafting_flags(args, config, directory))
     if not all(ids):
         raise ValueError(f"prompt {ids.index(()) + 1} is empty, and {tokenizer.source} has no begin token")
     most = config.max_position_embeddings
@@ -178,43 +187,96 @@ def generate(groups: Groups, task: Task, flags: RunFlags) -> None:
     if groups.topology.world > 1:
         try_exchanges(groups)
     with named_stage("load"):
-        model = load_model(groups, task.directory, flags)
+        model, proposer = load_model(groups, task.directory, flags, task.drafting)
         independent = holds_everywhere(groups, model.config, model.numerics)
     model.clock.enabled = True
+    if groups.rank == 0 and task.deployment is not None:
+        show_point(people(flags.json), task.deployment, task.point)
     with named_stage("step", lambda: model.clock.current):
-        requests = task.requests(groups.topology)
-        engine = Engine(model, requests=requests, max_context=task.max_context, **engine_arguments(task.engine, groups))
-        if not engine.is_front:
-            engine.serve()
-            return
-        if task.deployment is not None:
-            show_point(people(flags.json), task.deployment, task.point)
-        writings = write(engine, task, flags)
-        engine.close()
-    metrics, topology = {**engine.metrics(), "row_independence": independent}, groups.topology
-    write_json(flags.json, result_json(writings, topology, metrics))
-    result_tables(people(flags.json), writings, topology, metrics)
-    failed = [f"prompt {w.number + 1} on rank {w.rank}" for w in writings if w.finish_reason == "error"]
+        run, comparison = run_prompts(model, proposer, task, people(flags.json))
+    if run is not None:
+        tell(run, comparison, {**run.metrics, "row_independence": independent}, groups.topology, task, flags)
+
+
+def tell(
+    run: Run,
+    comparison: Comparison | None,
+    metrics: Mapping[str, Any],
+    topology: Topology,
+    task: Task,
+    flags: RunFlags,
+) -> None:
+    """Write the JSON and the tables, then raise what went wrong: RequestFailed for requests that ended as an error,
+    RuntimeError where greedy ids, promised to be the same with drafting and without, are not."""
+    result, out = result_json(run.writings, topology, metrics), people(flags.json)
+    if task.drafting.on:
+        result["drafting"] = drafting_json(task.drafting)
+        result["metrics"] |= draft_figures(metrics, comparison)
+    write_json(flags.json, result)
+    result_tables(out, run.writings, topology, metrics)
+    if task.drafting.on:
+        show(out, *draft_tables(task.drafting, metrics, comparison))
+    failed = [f"prompt {w.number + 1} on rank {w.rank}" for w in run.writings if w.finish_reason == "error"]
     if failed:
         raise RequestFailed(f"{', '.join(failed)}: ended as error, for a row of logits is not finite")
+    promised = metrics["row_independence"] and task.params.temperature == 0
+    if promised and comparison is not None and comparison.divergences:
+        parts = "; ".join(map(str, comparison.divergences))
+        raise RuntimeError(f"drafting changed ids that are promised to be the same here: {parts}")
 
 
-def load_model(groups: Groups, directory: Path, flags: RunFlags) -> Model:
-    """This rank's share of a checkpoint as a model on its device. All ranks call it."""
+def load_model(groups: Groups, directory: Path, flags: RunFlags, drafting: Drafting) -> tuple[Model, Proposer | None]:
+    """This rank's share of a checkpoint as a model on its device, and its proposer. All ranks call it."""
     mode = numerics(flags.numerics)
-    config, weights = load_on_all_ranks(directory, groups, mode)
+    config, weights = load_on_all_ranks(directory, groups, mode, draft=drafting.on)
     if groups.device != "cpu":
         moved = {name: weight.to(groups.device) for name, weight in weights.items()}
         weights = RankWeights(moved, weights.topology, weights.rank, notes=weights.notes, log=weights.log)
-    return Model(config, weights, groups, mode)
+    model = Model(config, weights, groups, mode)
+    return model, make_proposer(drafting, weights, model)
 
 
-def write(engine: Engine, task: Task, flags: RunFlags) -> list[Writing]:
+def run_prompts(
+    model: Model, proposer: Proposer | None, task: Task, stream: TextIO
+) -> tuple[Run | None, Comparison | None]:
+    """All prompts once, or for --compare with drafting and without in turn; the run that is told of, the last one, and
+    the comparison. None on other ranks than world rank 0. Text is shown as the first run that drafts writes it."""
+    if not task.drafting.compare:
+        return run_once(model, proposer, task, stream), None
+    runs: list[tuple[bool, Run]] = []
+    shown = False
+    for drafts in turns():
+        run = run_once(model, proposer if drafts else None, task, None if shown or not drafts else stream)
+        shown = shown or drafts
+        if run is not None:
+            runs.append((drafts, run))
+    return (runs[-1][1], compare(runs)) if runs else (None, None)
+
+
+def run_once(model: Model, proposer: Proposer | None, task: Task, stream: TextIO | None) -> Run | None:
+    """All prompts through an engine of their own, shown on `stream` if there is one; None where rank 0 is elsewhere."""
+    model.clock.seconds.clear()
+    engine = Engine(
+        model,
+        requests=task.requests(model.groups.topology),
+        max_context=task.max_context,
+        **engine_arguments(task.engine, model.groups),
+        proposer=proposer,
+        point_drafts=task.drafting.point,
+    )
+    if not engine.is_front:
+        engine.serve()
+        return None
+    writings = write(engine, task, Printer(stream, len(task.prompts), show_prompt=task.chat is None))
+    engine.close()
+    return Run(tuple(writings), engine.metrics())
+
+
+def write(engine: Engine, task: Task, printer: Printer) -> list[Writing]:
     """Run all prompts to their ends on world rank 0, printing as text comes.
 
     A prompt's numbers come from the seed alone, whatever else is written; given again, it draws from the next seed.
     """
-    printer = Printer(people(flags.json), len(task.prompts), show_prompt=task.chat is None)
     by_request: dict[int, Writing] = {}
     for number, (prompt, ids) in enumerate(zip(task.prompts, task.prompt_ids, strict=True)):
         writing = Writing(number, prompt, ids, task.tokenizer, task.stops)

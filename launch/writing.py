@@ -49,9 +49,9 @@ class Writing:
 
 
 class Printer:
-    """Shows one writing as it comes, or several as they end."""
+    """Shows one writing as it comes, or several as they end; nothing without a stream."""
 
-    def __init__(self, stream: TextIO, count: int, *, show_prompt: bool) -> None:
+    def __init__(self, stream: TextIO | None, count: int, *, show_prompt: bool) -> None:
         self._stream, self._live, self._show_prompt = stream, count == 1, show_prompt
 
     def start(self, writing: Writing) -> None:
@@ -71,6 +71,8 @@ class Printer:
         self._print(f"--- prompt {writing.number + 1}: {count} tokens, {writing.finish_reason} ---\n{shown}\n\n")
 
     def _print(self, text: str) -> None:
+        if self._stream is None:
+            return
         # A terminal's encoding may lack what a model writes.
         encoding = self._stream.encoding or "utf-8"
         self._stream.write(text.encode(encoding, errors="replace").decode(encoding))
@@ -83,10 +85,10 @@ def rates(writings: Sequence[Writing], metrics: Mapping[str, Any]) -> dict[str, 
     The engine counts the seconds: steps with prompt rows in them are prefill, the others decode.
     """
     prefill = sum(len(w.prompt_ids) for w in writings)
-    decode = sum(max(0, len(w.output_ids) - 1) for w in writings)
+    decode = decoded_tokens(writings)
     return {
-        "prefill_tokens_per_s": _rate(prefill, metrics["prefill_seconds"]),
-        "decode_tokens_per_s": _rate(decode, metrics["decode_seconds"]),
+        "prefill_tokens_per_s": rate(prefill, metrics["prefill_seconds"]),
+        "decode_tokens_per_s": rate(decode, metrics["decode_seconds"]),
         "prefill_tokens": prefill,
         "decode_tokens": decode,
         "prefill_seconds": metrics["prefill_seconds"],
@@ -98,11 +100,17 @@ def rates(writings: Sequence[Writing], metrics: Mapping[str, Any]) -> dict[str, 
     }
 
 
+def decoded_tokens(writings: Sequence[Writing]) -> int:
+    """Tokens that came from decoding: all but each prompt's first, which comes with its prefill."""
+    return sum(max(0, len(writing.output_ids) - 1) for writing in writings)
+
+
 def _waits(times: Mapping[str, float] | None, word: str) -> str:
     return "none" if times is None else f"{word} {times['p50']:.3f} s (p50), {times['p99']:.3f} s (p99)"
 
 
-def _rate(count: int, seconds: float) -> float:
+def rate(count: int, seconds: float) -> float:
+    """Per second; 0 for no time."""
     return count / seconds if seconds > 0 else 0.0
 
 

@@ -1,0 +1,111 @@
+"""Drafting as a run's flags ask for it: what of that the checkpoint can do, and the proposer of a rank."""
+
+import argparse
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..models.checkpoint.draft_kind import SHOWN
+from ..models.dspark.drafter import make_drafter
+from ..models.dspark.finite import DraftScales, FiniteProposer
+from ..models.dspark.proposer import DSparkProposer, Proposer
+from ..models.dspark.shape import DraftShape, draft_shape, require_dspark
+from ..models.v4.config import V4Config
+from ..models.v4.model import Model
+from .flags import FlagError, check_range
+
+SPECULATIVE = ("none", "dspark")
+VERIFY = "all"
+MOST_DRAFTS = 1 << 10
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """speculative: the drafter, "none" for plain decoding. gamma: drafts of a block, 0 for none. verify: how many of
+    them are verified. point: the likeliest ones, also where the target samples. compare: measure what it is worth."""
+
+    speculative: str = "none"
+    gamma: int = 0
+    verify: str = VERIFY
+    point: bool = False
+    compare: bool = False
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is drafted."""
+        return self.speculative != "none"
+
+
+def add_drafting_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to a verb's parser. None, or False, is a flag that was not given."""
+    group = parser.add_argument_group("drafting")
+    group.add_argument(
+        "--speculative", choices=SPECULATIVE, default="none", help="drafter of the checkpoint to use (default: none)"
+    )
+    group.add_argument(
+        "--gamma", type=int, metavar="N", help="drafts of a request in a step (default: the checkpoint's block)"
+    )
+    group.add_argument("--verify", metavar="WHICH", help=f"drafts that are verified: {VERIFY} (default)")
+    group.add_argument(
+        "--point-drafts", action="store_true", help="draft the likeliest tokens also where tokens are drawn"
+    )
+    group.add_argument(
+        "--compare", action="store_true", help="run the prompts without drafting too, in turn, and tell the speed-up"
+    )
+
+
+def drafting_flags(args: argparse.Namespace, config: V4Config, directory: Path) -> Drafting:
+    """The flags, checked against the checkpoint. FlagError naming flag, value and what is allowed."""
+    given = {"--gamma": args.gamma, "--verify": args.verify}
+    given |= {"--point-drafts": args.point_drafts or None, "--compare": args.compare or None}
+    if args.speculative == "none":
+        for flag, value in given.items():
+            if value is not None:
+                said = flag if value is True else f"{flag} is {value}, but"
+                raise FlagError(f"{said} needs a drafter, and --speculative is none; allowed: without it")
+        return Drafting()
+    if args.speculative != config.drafter:
+        has = SHOWN.get(config.drafter, "no drafter")
+        kinds = [kind for kind in SPECULATIVE if kind in ("none", config.drafter)]
+        raise FlagError(f"--speculative is {args.speculative}, but {directory} has {has}; allowed: {', '.join(kinds)}")
+    if args.point_drafts and args.temperature == 0:
+        raise FlagError("--point-drafts needs --temperature above 0: at 0 all drafts are the likeliest tokens")
+    gamma = require_dspark(config).block_size if args.gamma is None else args.gamma
+    check_range("--gamma", gamma, 1, MOST_DRAFTS)
+    return Drafting(args.speculative, gamma, parse_verify(args.verify), args.point_drafts, args.compare)
+
+
+def parse_verify(text: str | None) -> str:
+    """What --verify says, None for nothing. FlagError."""
+    if text not in (None, VERIFY):
+        raise FlagError(f"--verify is {text!r}, allowed: {VERIFY}")
+    return VERIFY
+
+
+def make_proposer(drafting: Drafting, weights: Mapping[str, torch.Tensor], model: Model) -> Proposer | None:
+    """This rank's proposer from its share of mtp.*; None where nothing is drafted.
+
+    It shares embedding, head and clock with the model. Its key rows take no round trip through FP8, for those of the
+    target take none. In w8a8 a row of it that is NaN or infinite ends the step, as one of the target's does.
+    """
+    if not drafting.on:
+        return None
+    scales = None if model.numerics.quantisation is None else DraftScales()
+    shape = _shape(drafting, model)
+    drafter = make_drafter(
+        model.config, weights, model.embed, model.head, model.groups, model.numerics,
+        shape=shape, watch=scales, clock=model.clock,
+    )  # fmt: skip
+    proposer = DSparkProposer(drafter)
+    return proposer if scales is None else FiniteProposer(proposer, scales)
+
+
+def _shape(drafting: Drafting, model: Model) -> DraftShape:
+    with warnings.catch_warnings():
+        if model.groups.rank:
+            # All ranks have the same gamma: world rank 0 warns for all.
+            warnings.simplefilter("ignore")
+        return draft_shape(model.config, drafting.gamma)
