@@ -1,5 +1,6 @@
 """What drafting is worth: drafts proposed, verified and accepted, by position, and the time that they take."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..models.dspark.step import StepSeconds, Told
@@ -20,17 +21,15 @@ class DraftMetrics:
         self._reached: list[int] = []
         self._accepted: list[int] = []
 
-    def learned(self, told: Told, drafts: int) -> None:
-        """News of a request that had so many drafts."""
-        accepted = len(told.tokens) - 1
+    def learned(self, told: Told, drafts: Sequence[int]) -> None:
+        """News of a request that had these drafts."""
+        accepted, judged = _judged(told, drafts)
         self.turns += 1
         self.emitted += len(told.tokens) - (told.finish in ("eos", "error"))
-        self.proposed += drafts
+        self.proposed += len(drafts)
         self.rows += told.width
         for counts in (self._verified, self._reached, self._accepted):
-            counts += [0] * (drafts - len(counts))
-        # A request that ended within its drafts leaves open what would have become of those behind.
-        judged = accepted if told.finish is not None else told.width - 1
+            counts += [0] * (len(drafts) - len(counts))
         for position in range(judged):
             self._verified[position] += 1
             self._reached[position] += position <= accepted
@@ -61,6 +60,20 @@ class DraftMetrics:
                 "draft_seconds": self.draft_seconds,
             },
         }
+
+
+def _judged(told: Told, drafts: Sequence[int]) -> tuple[int, int]:
+    """(drafts that were accepted, drafts of which this step says whether they and all before them are accepted).
+
+    A rejected draft never comes back as the token in its place, so that a token that is the draft was accepted. A
+    request that ended with a draft, or with a row that is not finite, leaves open what would have become of those
+    behind; one that ended with another token rejected them.
+    """
+    verified = drafts[: told.width - 1]
+    matches = [token == draft for token, draft in zip(told.tokens, verified, strict=False)]
+    accepted = matches.index(False) if False in matches else len(matches)
+    is_open = accepted == len(told.tokens) or told.tokens[-1] < 0
+    return accepted, accepted if is_open else len(verified)
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,24 +13,25 @@ from ..models.checkpoint.draft_kind import SHOWN
 from ..models.dspark.drafter import make_drafter
 from ..models.dspark.finite import DraftScales, FiniteProposer
 from ..models.dspark.proposer import DSparkProposer, Proposer
+from ..models.dspark.schedule import ALLOWED, parse_verify
 from ..models.dspark.shape import DraftShape, draft_shape, require_dspark
 from ..models.v4.config import V4Config
 from ..models.v4.model import Model
 from .flags import FlagError, check_range
 
 SPECULATIVE = ("none", "dspark")
-VERIFY = "all"
 MOST_DRAFTS = 1 << 10
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """speculative: the drafter, "none" for plain decoding. gamma: drafts of a block, 0 for none. verify: how many of
-    them are verified. point: the likeliest ones, also where the target samples. compare: measure what it is worth."""
+    """speculative: the drafter, "none" for plain decoding. gamma: drafts of a block, 0 for none. verify: which of them
+    are verified, as `parse_verify` reads it. point: the likeliest ones, also where the target samples. compare:
+    measure what it is worth."""
 
     speculative: str = "none"
     gamma: int = 0
-    verify: str = VERIFY
+    verify: str = "all"
     point: bool = False
     compare: bool = False
 
@@ -37,6 +39,17 @@ class Drafting:
     def on(self) -> bool:
         """Whether anything is drafted."""
         return self.speculative != "none"
+
+    @property
+    def least_context(self) -> int:
+        """Positions that a request must have for an engine to time its steps, where it does."""
+        return self.gamma + 3 if self.on and parse_verify(self.verify).uses_costs else 1
+
+    def arguments(self, proposer: Proposer | None) -> dict[str, Any]:
+        """Keywords of Engine for this proposer, or for plain decoding."""
+        if proposer is None:
+            return {}
+        return {"proposer": proposer, "point_drafts": self.point, "verify": parse_verify(self.verify)}
 
 
 def add_drafting_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +61,11 @@ def add_drafting_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--gamma", type=int, metavar="N", help="drafts of a request in a step (default: the checkpoint's block)"
     )
-    group.add_argument("--verify", metavar="WHICH", help=f"drafts that are verified: {VERIFY} (default)")
+    group.add_argument(
+        "--verify",
+        metavar="WHICH",
+        help=f"drafts that are verified: {ALLOWED}. The last two time steps at the start (default: all)",
+    )
     group.add_argument(
         "--point-drafts", action="store_true", help="draft the likeliest tokens also where tokens are drawn"
     )
@@ -75,14 +92,12 @@ def drafting_flags(args: argparse.Namespace, config: V4Config, directory: Path) 
         raise FlagError("--point-drafts needs --temperature above 0: at 0 all drafts are the likeliest tokens")
     gamma = require_dspark(config).block_size if args.gamma is None else args.gamma
     check_range("--gamma", gamma, 1, MOST_DRAFTS)
-    return Drafting(args.speculative, gamma, parse_verify(args.verify), args.point_drafts, args.compare)
-
-
-def parse_verify(text: str | None) -> str:
-    """What --verify says, None for nothing. FlagError."""
-    if text not in (None, VERIFY):
-        raise FlagError(f"--verify is {text!r}, allowed: {VERIFY}")
-    return VERIFY
+    verify = "all" if args.verify is None else args.verify
+    try:
+        parse_verify(verify)
+    except ValueError as problem:
+        raise FlagError(f"--{problem}") from problem
+    return Drafting(args.speculative, gamma, verify, args.point_drafts, args.compare)
 
 
 def make_proposer(drafting: Drafting, weights: Mapping[str, torch.Tensor], model: Model) -> Proposer | None:

@@ -267,7 +267,7 @@ class Engine:
         request = self._by_seat.get(seat)
         if request is None or request.generation != told.generation:
             return []
-        before = None if request.num_generated == 0 else len(request.drafts)
+        before = None if request.num_generated == 0 else request.drafts
         shown = learn(request, told, self.caches if request.dp_rank == self.place.dp_rank else None)
         if before is not None:
             self.counters.learned(told, before)

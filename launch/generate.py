@@ -68,7 +68,7 @@ class Task:
 
     @property
     def max_context(self) -> int:
-        return self.longest if self.context is None else self.context
+        return max(self.longest, self.drafting.least_context) if self.context is None else self.context
 
     def requests(self, topology: Topology) -> int:
         """Requests of a TP group at once: all prompts over the groups, if they are few; the others wait."""
@@ -156,7 +156,7 @@ def prepare(args: argparse.Namespace, flags: RunFlags) -> Task:
         raise ValueError(f"prompt {ids.index(()) + 1} is empty, and {tokenizer.source} has no begin token")
     most = config.max_position_embeddings
     if args.context is not None:
-        check_range("--context", args.context, 1, most)
+        check_range("--context", args.context, task.drafting.least_context, most)
         most = args.context
     if task.longest > most:
         raise ValueError(
@@ -255,15 +255,15 @@ def run_prompts(
 
 def run_once(model: Model, proposer: Proposer | None, task: Task, stream: TextIO | None) -> Run | None:
     """All prompts through an engine of their own, shown on `stream` if there is one; None where rank 0 is elsewhere."""
-    model.clock.seconds.clear()
     engine = Engine(
         model,
         requests=task.requests(model.groups.topology),
         max_context=task.max_context,
         **engine_arguments(task.engine, model.groups),
-        proposer=proposer,
-        point_drafts=task.drafting.point,
+        **task.drafting.arguments(proposer),
     )
+    # What an engine may have run to time its steps is none of the prompts'.
+    model.clock.seconds.clear()
     if not engine.is_front:
         engine.serve()
         return None

@@ -43,14 +43,16 @@ class Metrics:
                 if asked is not None:
                     self._first_token.append(now - asked)
                 else:
-                    self._between_tokens.append(now - self._last.get(event.request_id, now))
+                    waited = now - self._last.get(event.request_id, now)
+                    # Tokens of one step come together: each has its part of the wait.
+                    self._between_tokens.extend([waited / len(event.token_ids)] * len(event.token_ids))
                 self._last[event.request_id] = now
             if event.finish_reason is not None:
                 self._asked.pop(event.request_id, None)
                 self._last.pop(event.request_id, None)
 
-    def learned(self, told: Told, drafts: int) -> None:
-        """News of a request that had so many drafts, of any group."""
+    def learned(self, told: Told, drafts: Sequence[int]) -> None:
+        """News of a request that had these drafts, of any group."""
         self.drafts.learned(told, drafts)
 
     def ran(self, rows: Sequence[RequestRows], seconds: float, parts: StepSeconds) -> None:

@@ -5,13 +5,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..comm.volumes import broadcast_window, exchange_window, gather_window, window_bytes
+from ..models.dspark.shape import SLAB_BLOCKS, DraftShape
+from ..models.dspark.traffic import DraftLoad, draft_exchanges, even_drafts
 from ..models.numerics import Numerics
 from ..models.v4.buffers import Buffers, step_buffers
 from ..models.v4.config import V4Config
 from ..models.v4.estimate import Device, Times, step_times, step_work, whole
 from ..models.v4.projection_choice import ProjectionCosts, cost_rows, prefetch_bytes, projection_costs
 from ..models.v4.sizing import CacheWish, fitting_requests, held_weights, plan_pools, weight_parts, worst_routes
-from ..models.v4.traffic import Exchange, Load, StepPlan, draft_exchanges, even_load, step_exchanges, totals
+from ..models.v4.traffic import Exchange, Load, StepPlan, even_load, step_exchanges, totals
 from ..parallel.topology import Topology, divisors
 from .engine import HEADER
 from .telling import told_length
@@ -94,12 +96,24 @@ class Settings:
             self.gathers_weights(load),
         )  # fmt: skip
 
+    def draft_shape(self) -> DraftShape:
+        """The drafter's blocks: as wide as it was trained for, or as there are drafts."""
+        block = self.gamma if self.config.dspark is None else self.config.dspark.block_size
+        return DraftShape(self.gamma, max(self.gamma, block), SLAB_BLOCKS)
+
+    def draft_load(self, step: str) -> DraftLoad:
+        """A block of each request that decodes, or of the one whose prompt ends where none does."""
+        if step == "prefill":
+            return even_drafts(self.load(step).asked)
+        tp = self.topology.tp
+        return even_drafts(tuple(self.batch // tp + (rank < self.batch % tp) for rank in range(tp)))
+
     def exchanges(self, step: str, want: str = "ids") -> Iterator[Exchange]:
-        """Those of the step, then the drafter's where requests decode."""
+        """Those of the step, then the drafter's."""
         plan = self.step_plan(step, want)
         yield from step_exchanges(plan)
-        if self.gamma and step != "prefill":
-            yield from draft_exchanges(plan, self.slots_per_rank, self.gamma)
+        if self.gamma:
+            yield from draft_exchanges(plan, self.draft_load(step), self.draft_shape())
 
     def buffers(self) -> Buffers:
         """Working memory of the largest step."""
@@ -156,7 +170,8 @@ def windows(settings: Settings) -> dict[str, dict[str, int]]:
     if settings.local:
         plan = settings.step_plan("mixed", "logits")
         plan = replace(plan, received=worst_routes(settings.config, settings.topology, plan.load.rows))
-        for each in step_exchanges(plan):
+        drafts = draft_exchanges(plan, settings.draft_load("mixed"), settings.draft_shape()) if settings.gamma else ()
+        for each in (*step_exchanges(plan), *drafts):
             wanted[each.group] = max(wanted[each.group], _wanted(each, plan.size(each.group), settings.reads))
         if settings.topology.world > 1:
             message = broadcast_window(settings.context * TOKEN_BYTES)
@@ -233,7 +248,7 @@ def _step(settings: Settings, step: str) -> dict[str, Any]:
 def step_estimate(settings: Settings, step: str, context: int) -> dict[str, Times]:
     """Seconds by layer kind of such a step where every request has `context` positions."""
     config, topology, numerics = settings.config, settings.topology, settings.numerics
-    drafts = settings.slots_per_rank * settings.gamma if step != "prefill" else 0
+    drafts = max(settings.draft_load(step).blocks) * settings.draft_shape().rows if settings.gamma else 0
     held = held_weights(config, topology, numerics, draft=drafts > 0)
     exchanges = settings.exchanges(step)
     work = step_work(

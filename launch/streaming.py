@@ -58,7 +58,8 @@ class Streams:
         await self.close()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[int, None]:
-        """Token ids as they come, without the end token; leaving the iterator early cancels the request.
+        """Token ids as they come, without the end token; leaving the iterator early cancels the request. Where drafting
+        gives several in one step, they come one after the other, and those that are not taken go nowhere.
 
         ValueError for what the engine refuses, RequestFailed for a request that ends as an error, with its number
         and rank, or whose streams are closed. A failure of the engine is raised to every consumer.

@@ -32,6 +32,7 @@ COMMON = sorted(
 )
 GENERATE = ["--chat", "--checkpoint", "--max-new-tokens", "--prompt", "--prompt-file", "--stop"]
 SAMPLING = ["--min-p", "--temperature", "--top-k", "--top-p"]
+DRAFTING = ["--compare", "--gamma", "--ignore-eos", "--point-drafts", "--speculative", "--verify"]
 ENGINE = ["--batch", "--block-size", "--cache-gib", "--prefill-rows", "--prefix-points", "--projection"]
 
 
@@ -47,7 +48,8 @@ def _flags(parser):
 
 
 def test_flags_are_frozen():
-    assert _flags(generate.parser()) == sorted([*COMMON, *GENERATE, *SAMPLING, *ENGINE, "--context", "--deployment"])
+    point = ["--context", "--deployment"]
+    assert _flags(generate.parser()) == sorted([*COMMON, *GENERATE, *SAMPLING, *ENGINE, *DRAFTING, *point])
     assert _flags(doctor.parser()) == [f for f in COMMON if f not in ("--control", "--record", "--trace")]
     assert _flags(exchange.parser()) == [flag for flag in COMMON if flag not in ("--json", "--numerics")]
     own = ["--docs", "--log-every", "--minutes", "--output", "--threads", "--work"]

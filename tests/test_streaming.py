@@ -4,10 +4,12 @@ import asyncio
 import gc
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from episodes import make_model, single_model
+from oracle_drafter import OracleProposer
 from rank_pool import RankPools
 from test_engine import MODE, run, traffic
 
@@ -222,6 +224,73 @@ def test_a_request_that_ends_as_an_error_says_where() -> None:
             assert [event.finish_reason async for event in streams.events([1], FOREVER)] == ["error"]
             assert await collect(streams, [1], SamplingParams(2)) == [3, 3]
         assert not engine.cancelled
+
+    go(work())
+
+
+def drafting_engine(requests: list) -> tuple[Engine, list[list[int]]]:
+    """An engine whose drafts are all right, 4 a step, and what plain decoding gives for the requests, one seat each."""
+    want = [ids for ids, _ in run(engine_of(Groups.single()), requests)]
+    known = {slot: [*prompt, *ids] for slot, ((prompt, _), ids) in enumerate(zip(requests, want, strict=True))}
+    model = single_model("tiny", MODE)
+    oracle = OracleProposer(4, known, lambda *_: True, model.config.vocab_size)
+    return Engine(model, requests=4, max_context=128, proposer=oracle), want
+
+
+BLOCKS = [([5, 6, 7], SamplingParams(23)), ([9, 4], SamplingParams(16)), ([30] * 9, SamplingParams(20))]
+
+
+def test_tokens_that_come_together_are_given_out_one_by_one() -> None:
+    async def work(engine: Engine, want: list[list[int]]) -> None:
+        async with Streams(engine) as streams:
+            tasks = [asyncio.create_task(collect(streams, *request)) for request in BLOCKS]
+            assert await asyncio.gather(*tasks) == want
+            events = [event async for event in streams.events(*BLOCKS[0])]
+        assert [token for event in events for token in event.token_ids] == want[0]
+        assert max(len(event.token_ids) for event in events) == 5 and len(events) < 10
+        between = engine.metrics()["time_between_tokens"]
+        assert between["count"] == sum(len(ids) - 1 for ids in (*want, want[0]))
+
+    engine, want = drafting_engine(BLOCKS)
+    go(work(engine, want))
+
+
+def test_a_consumer_may_leave_in_the_middle_of_a_block() -> None:
+    """Its request ends, the tokens of the block that it had not taken go nowhere, and the others keep theirs."""
+
+    async def work(engine: Engine, want: list[list[int]]) -> None:
+        async with Streams(engine) as streams:
+            tasks = [asyncio.create_task(collect(streams, *request)) for request in BLOCKS[:2]]
+            stream = streams.generate(*BLOCKS[2])
+            # The first comes alone, with its prompt; then two of the five of a block.
+            assert [await anext(stream) for _ in range(3)] == want[2][:3]
+            await stream.aclose()
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            assert await asyncio.gather(*tasks) == want[:2]
+            while engine.active:
+                await asyncio.sleep(0.01)
+            assert not engine.requests
+            engine.caches.check_integrity()
+
+    go(work(*drafting_engine(BLOCKS)))
+
+
+def test_tokens_before_a_failure_in_the_same_step_are_given_out() -> None:
+    async def work() -> None:
+        engine = Scripted()
+        taken: list[int] = []
+        step = engine.step
+
+        def several() -> list[Event]:
+            return [replace(each, token_ids=(4, 5), finish_reason="error") for each in step()]
+
+        engine.step = several  # type: ignore[method-assign]
+        async with Streams(engine) as streams:
+            with pytest.raises(RequestFailed, match="ended as error"):
+                async for token in streams.generate([1], SamplingParams(1)):
+                    taken.append(token)
+        assert taken == [4, 5]
 
     go(work())
 

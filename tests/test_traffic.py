@@ -1,8 +1,9 @@
 """Exchanges and memory of the plan against real ranks: what their ledgers, engines and windows show."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,16 @@ from meshspark.comm.volumes import exchange_window, gather_window, window_bytes
 from meshspark.launch.engine import Engine
 from meshspark.launch.plan_data import make_plan, windows
 from meshspark.layouts.rows import RequestRows
+from meshspark.models.checkpoint.share import shard_weights
+from meshspark.models.checkpoint.synthetic import random_weights
+from meshspark.models.dspark.drafter import make_drafter
+from meshspark.models.dspark.proposer import DSparkProposer
+from meshspark.models.dspark.shape import DraftShape
+from meshspark.models.dspark.traffic import DraftLoad, draft_exchanges
 from meshspark.models.numerics import numerics
 from meshspark.models.request import SamplingParams
 from meshspark.models.v4.config import PRESETS
+from meshspark.models.v4.model import Model
 from meshspark.models.v4.pools import engine_shape
 from meshspark.models.v4.traffic import Load, StepPlan, step_exchanges
 from meshspark.parallel.groups import Groups
@@ -25,6 +33,7 @@ from meshspark.parallel.topology import Topology
 
 FIELDS = ("group", "op", "stage", "dtype", "rows", "columns", "bytes")
 SIZES = (4, 2, 4)
+SHAPE = DraftShape(5, 5, 2)
 
 
 def _use(groups: Groups, ledger: Ledger) -> None:
@@ -201,6 +210,95 @@ def test_a_running_engine_takes_what_the_plan_says(ranks: RankPools, sizes: tupl
         assert found["agreements"] == [agreement.bytes]
     calls = planned["steps"]["decode"]["ids"]["exchanges"]
     assert [each["bytes"] for each in calls if each["stage"] == "agreement"] == [agreement.bytes]
+
+
+@dataclass
+class Recorded:
+    """A proposer that keeps, of each step, the ledger's records of its calls and what they were for."""
+
+    inner: Any
+    ledger: Ledger
+    steps: list = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def keep(self, rows, taps, caches) -> None:
+        """One step begins; its room is not known before it drafts."""
+        begin = len(self.ledger)
+        self.inner.keep(rows, taps, caches)
+        self.steps.append([len(rows.slot_T), None, 0, _records(self.ledger, begin)])
+
+    def propose(self, blocks, last_rows, taps, caches, room, **options) -> Any:
+        begin = len(self.ledger)
+        drafts = self.inner.propose(blocks, last_rows, taps, caches, room, **options)
+        self.steps[-1][1:3] = [[list(room.blocks), room.most], len(blocks)]
+        self.steps[-1][3] += _records(self.ledger, begin)
+        return drafts
+
+
+def _records(ledger: Ledger, begin: int) -> list:
+    return [[getattr(r, field) for field in FIELDS] for r in list(ledger)[begin:]]
+
+
+def drive_drafts(groups: Groups, mode: str) -> list:
+    """An engine that drafts, with slabs of 2 blocks and more requests in one group than in the other."""
+    before, ledger = groups.ledger, Ledger(100_000)
+    config = PRESETS["tiny-dspark"]()
+    full = random_weights(config, 7, numerics(mode), draft=True)
+    share = shard_weights(full, groups.topology, groups.rank, config, draft=True)
+    model = Model(config, share, groups, numerics(mode))
+    drafter = make_drafter(config, share, model.embed, model.head, groups, model.numerics, shape=SHAPE)
+    recorded = Recorded(DSparkProposer(drafter), ledger)
+    engine = Engine(model, requests=5, max_context=64, prefill_rows=16, proposer=recorded)
+    _use(groups, ledger)
+    try:
+        if groups.rank == 0:
+            for number in range(9):
+                engine.add_request([3 + number] * (1 + 3 * number), SamplingParams(3 + number % 4, draft=number != 1))
+            while engine.active:
+                engine.step()
+            engine.close()
+        else:
+            engine.serve()
+    finally:
+        _use(groups, before)
+    return recorded.steps
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mode"),
+    [((4, 2, 4), "float32"), pytest.param((2, 2, 2), "w8a8", marks=pytest.mark.slow),
+     pytest.param((2, 1, 2), "bfloat16", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_drafts_are_those_of_the_ledger(ranks: RankPools, sizes: tuple[int, int, int], mode: str) -> None:
+    """Every drafting step of an engine: one gather whatever is drafted, then slabs, empty ones too."""
+    config, topology = PRESETS["tiny-dspark"](), Topology(*sizes)
+    results = ranks.run(topology, "test_traffic:drive_drafts", timeout=150, mode=mode)
+    sent, back = FIELDS.index("bytes"), FIELDS.index("rows")
+    seen = Counter()
+    for steps in zip(*results, strict=True):
+        returned = 0
+        for rank, (local_t, room, _, records) in enumerate(steps):
+            place = topology.coordinates(rank)
+            bounds, most = ((0,) * topology.tp, 0) if room is None else (tuple(room[0]), room[1])
+            blocks = tuple(steps[r][2] for r in topology.tp_groups()[place.dp_rank])
+            busiest = max(steps[r][2] for r in topology.ep_ranks(rank))
+            target = StepPlan(config, topology, numerics(mode), Load(local_t, (), (), ()), place.tp_rank)
+            found = draft_exchanges(target, DraftLoad(bounds, most, blocks, busiest), SHAPE)
+            planned = [[getattr(e, field) for field in FIELDS] for e in found]
+            assert len(planned) == len(records), (rank, room)
+            for got, expected in zip(records, planned, strict=True):
+                if got[2] == "combine":
+                    returned += got[back] - expected[back]
+                    got, expected = ([*r[:back], *r[back + 1 : sent]] for r in (got, expected))
+                assert got == expected, (rank, room)
+            seen["slabs"] = max(seen["slabs"], -(-most // SHAPE.slab_blocks))
+            seen["idle"] += most > 0 and blocks[place.tp_rank] == 0
+            seen["unequal"] += len(set(bounds)) > 1
+        assert returned == 0
+    assert seen["slabs"] == 3 if topology.tp == 1 else seen["slabs"] == 2
+    assert seen["idle"] and (topology.tp == 1 or seen["unequal"])
 
 
 def drive_window(groups: Groups, rows: int) -> list[int]:

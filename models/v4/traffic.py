@@ -135,34 +135,11 @@ def step_exchanges(plan: StepPlan) -> Iterator[Exchange]:
     for kind in plan.config.kinds:
         if plan.topology.tp > 1:
             yield from _gathers(plan, kind)
-            yield from _publish(plan, kind, plan.load.local_t)
+            yield from publish_exchanges(plan, kind)
         if plan.topology.ep > 1:
-            yield from _experts(plan, kind)
+            yield from expert_exchanges(plan, kind)
     if plan.topology.tp > 1:
-        yield from _head(plan, HEAD)
-
-
-def draft_exchanges(plan: StepPlan, requests: int, gamma: int) -> Iterator[Exchange]:
-    """The calls of the drafter after a step, for `requests` of this rank with gamma query rows each.
-
-    Each stage gathers the key rows of the accepted rows, then those of its queries; the rest is a window layer's.
-    Only the sizes: drafting itself is not there yet.
-    """
-    config, numerics = plan.config, plan.numerics
-    rows = requests * gamma
-    own = StepPlan(
-        config, plan.topology, numerics, Load(rows, (rows,) * plan.topology.tp, (rows,) * plan.topology.tp, ()),
-        plan.tp_rank, want="logits",
-    )  # fmt: skip
-    for _ in config.draft_ratios:
-        if plan.topology.tp > 1:
-            yield own.gather(DRAFT, "tp", "draft context", numerics.kv, requests * (1 + gamma), config.head_dim)
-            yield own.gather(DRAFT, "tp", "draft query", numerics.kv, rows, config.head_dim)
-            yield from _publish(own, DRAFT, rows)
-        if plan.topology.ep > 1:
-            yield from _experts(own, DRAFT)
-    if plan.topology.tp > 1:
-        yield from _head(own, DRAFT)
+        yield from head_exchanges(plan, HEAD)
 
 
 def payload_columns(config: V4Config, numerics: Numerics, kind: str) -> int:
@@ -176,7 +153,7 @@ def _gathers(plan: StepPlan, kind: str) -> Iterator[Exchange]:
         yield plan.gather(kind, "tp", "gather", plan.numerics.wire, plan.load.local_t, columns)
 
 
-def _publish(plan: StepPlan, kind: str, local_t: int) -> Iterator[Exchange]:
+def publish_exchanges(plan: StepPlan, kind: str) -> Iterator[Exchange]:
     """Heads to the owners of their output groups and partial sums back, or the shards of both weights."""
     config, numerics, tp = plan.config, plan.numerics, plan.topology.tp
     groups = config.o_groups // tp
@@ -186,13 +163,13 @@ def _publish(plan: StepPlan, kind: str, local_t: int) -> Iterator[Exchange]:
         yield from plan.gather_ahead(kind, act, rank_columns, config.group_columns)
         yield from plan.gather_ahead(kind, wo_b, config.hidden_size, rank_columns)
         return
-    rows = tp * local_t
+    rows = tp * plan.load.local_t
     yield plan.exchange(kind, "tp", "publish", numerics.activation, rows, groups * config.group_columns)
     partials = (1 if sends_sums(config.o_groups, tp) else groups) * config.hidden_size
     yield plan.exchange(kind, "tp", "publish", numerics.accumulation, rows, partials)
 
 
-def _experts(plan: StepPlan, kind: str) -> Iterator[Exchange]:
+def expert_exchanges(plan: StepPlan, kind: str) -> Iterator[Exchange]:
     """Counts, rows with their weights and route numbers in the form that fits the busiest rank, and results back."""
     config, numerics, ep = plan.config, plan.numerics, plan.topology.ep
     yield plan.exchange(kind, "ep", "dispatch.counts", torch.int64, ep, config.n_routed_experts // ep + 2)
@@ -210,17 +187,19 @@ def _experts(plan: StepPlan, kind: str) -> Iterator[Exchange]:
     yield plan.exchange(kind, "ep", "combine", numerics.activation, received, config.hidden_size)
 
 
-def _head(plan: StepPlan, kind: str) -> Iterator[Exchange]:
+def head_exchanges(
+    plan: StepPlan, kind: str, stages: tuple[str, str] = ("lm_head", "exchange_logits")
+) -> Iterator[Exchange]:
     """Asked rows to all shards of the vocabulary, padded to the largest band's; logits or best ids to the owners."""
     config, numerics, load = plan.config, plan.numerics, plan.load
-    yield plan.gather(kind, "tp", "lm_head", numerics.activation, max(load.asked), config.hidden_size)
+    yield plan.gather(kind, "tp", stages[0], numerics.activation, max(load.asked), config.hidden_size)
     asked, wide = sum(load.asked), numerics.accumulation
     if plan.want == "logits":
         columns = config.vocab_size // plan.topology.tp
-        yield plan.exchange(kind, "tp", "exchange_logits", wide, asked, columns)
+        yield plan.exchange(kind, "tp", stages[1], wide, asked, columns)
     else:
         columns = torch.int64.itemsize + wide.itemsize
-        yield plan.exchange(kind, "tp", "exchange_logits", torch.uint8, asked, columns)
+        yield plan.exchange(kind, "tp", stages[1], torch.uint8, asked, columns)
 
 
 def _name(dtype: torch.dtype) -> str:
