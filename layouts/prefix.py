@@ -25,11 +25,19 @@ def point_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
 
 
-def point_keys(tokens: Sequence[int], span: int, known: Sequence[bytes] = ()) -> list[bytes]:
+def point_tokens(tokens: Sequence[int], number: int, span: int, ahead: int = 0) -> Sequence[int]:
+    """What the key of a sequence's number-th point is made of beside its parent's.
+
+    ahead: how many tokens behind a point its rows depend on too; they are part of its key and not of the next one's.
+    """
+    return tokens[number * span + ahead if number else 0 : (number + 1) * span + ahead]
+
+
+def point_keys(tokens: Sequence[int], span: int, known: Sequence[bytes] = (), ahead: int = 0) -> list[bytes]:
     """Keys of all whole points of a sequence, in order; `known` are the first ones."""
     keys = list(known)
-    for number in range(len(keys), len(tokens) // span):
-        keys.append(point_key(keys[-1] if keys else ROOT, tokens[number * span : (number + 1) * span]))
+    for number in range(len(keys), max(0, len(tokens) - ahead) // span):
+        keys.append(point_key(keys[-1] if keys else ROOT, point_tokens(tokens, number, span, ahead)))
     return keys
 
 

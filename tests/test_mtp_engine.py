@@ -80,12 +80,14 @@ class Noting(MtpProposer):
 
     known: dict[int, list[int]]
     seen: dict[tuple[int, int], int] = field(default_factory=dict)
+    odds: dict[int, float] = field(default_factory=dict)
 
     def propose(self, blocks: Sequence[DraftBlock], *args: Any, **kwargs: Any) -> Drafts:
         got = super().propose(blocks, *args, **kwargs)
         ids = got.ids.clone()
         for number, block in enumerate(blocks):
             self.seen[block.slot, block.position] = int(ids[number, 0])
+            self.odds[block.position] = float(got.confidence[number, 0])
             text = self.known.get(block.slot, [])
             if block.position % 2 == 0 and block.position + 1 < len(text):
                 ids[number] = text[block.position + 1]
@@ -104,7 +106,13 @@ def slot_of(number: int, tp: int) -> int:
     return number % tp * -(-len(PROMPTS) // tp) + number // tp
 
 
-def engine_of(groups: Groups, mode: str, known: Sequence[Sequence[int]] | None = None) -> Engine:
+def engine_of(
+    groups: Groups,
+    mode: str,
+    known: Sequence[Sequence[int]] | None = None,
+    max_context: int = 96,
+    prefill_rows: int = 16,
+) -> Engine:
     """An engine without drafts, or one whose drafts are noted, and right at even positions where texts are known."""
     config, form = tiny_mtp(), numerics(mode)
     weights = shard_weights(weights_of(mode), groups.topology, groups.rank, config, draft=True)
@@ -115,7 +123,7 @@ def engine_of(groups: Groups, mode: str, known: Sequence[Sequence[int]] | None =
         texts = {slot_of(n, tp): [*prompt, *ids] for n, (prompt, ids) in enumerate(zip(PROMPTS, known, strict=False))}
         layer = make_mtp(config, weights, model.embed, model.head, groups, form)
         proposer = Noting(layer, texts)
-    return Engine(model, requests=len(PROMPTS), max_context=96, prefill_rows=16, proposer=proposer)
+    return Engine(model, requests=len(PROMPTS), max_context=max_context, prefill_rows=prefill_rows, proposer=proposer)
 
 
 def written(engine: Engine, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
@@ -170,6 +178,33 @@ def test_a_request_that_fails_ends_alone() -> None:
     want = plain("float32")
     assert got == [want[0], want[1], [-1], want[3]]
     assert {slot for slot, _ in noted(engine)} == {0, 1, 3}
+
+
+def test_a_prefix_hit_drafts_as_a_cold_run() -> None:
+    """Sequences that part right behind 128 shared tokens: the last key there depends on the first that differs."""
+    text = [2 + token % 198 for token in text_of(4)]
+    first, second = ([*text[:128], token, *text[129:140]] for token in (150, 60))
+    later = [*second[:135], 7]
+
+    def odds(*prompts: list[int]) -> tuple[list[dict[int, float]], int]:
+        """Of the drafts of each prompt by position, one run after the other in one engine; and the hits."""
+        engine, found = engine_of(Groups.single(), "float64", [], max_context=160, prefill_rows=64), []
+        proposer = engine.decoder.proposer
+        assert isinstance(proposer, Noting)
+        for prompt in prompts:
+            engine.add_request(prompt, SamplingParams(6))
+            while engine.active:
+                engine.step()
+                engine.caches.check_integrity()
+            found.append(dict(proposer.odds))
+            proposer.odds.clear()
+        return found, engine.metrics()["prefix"]["hits"]
+
+    found, hits = odds(first, second, later)
+    assert hits == 1, "the second shares all tokens of a point with the first, but not its last key"
+    for number, prompt in ((1, second), (2, later)):
+        (cold,), _ = odds(prompt)
+        assert found[number] == pytest.approx(cold, rel=0, abs=1e-9) and len(cold) >= 3
 
 
 def on_ranks(groups: Groups, known: list[list[int]]) -> dict[str, Any]:

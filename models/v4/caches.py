@@ -12,7 +12,7 @@ import torch
 
 from ...layouts.page_pool import PagePool
 from ...layouts.pages import COMPRESSED_TOKENS, PageFamily, PageTable
-from ...layouts.prefix import ROOT, Pages, PrefixIndex, point_key, point_keys
+from ...layouts.prefix import ROOT, Pages, PrefixIndex, point_key, point_keys, point_tokens
 from ...parallel.topology import Topology
 from ..functions import cast
 from ..kernels.calls import Kernels
@@ -68,6 +68,8 @@ class Caches:
         self.pages: dict[str, PagePool] = {}
         self.prefixes = PrefixIndex(shape.prefix_points, lambda family, page: self.pages[family].drop(page))
         self._held: dict[int, _Held] = {}
+        # A plain MTP layer's row depends on the token behind it: the last row of a prefix on one that is not in it.
+        self._ahead = int(shape.draft_stages > 0 and config.drafter == "mtp")
         shapes = pool_shapes(config, shape, numerics)
         for family in self.families:
             pool = shapes[family.name]
@@ -128,7 +130,7 @@ class Caches:
 
     def _resume(self, request_slot: int, held: _Held, prompt: Sequence[int]) -> int:
         whole = max(0, len(prompt) - 1) // COMPRESSED_TOKENS * COMPRESSED_TOKENS
-        keys = point_keys(prompt[:whole], COMPRESSED_TOKENS)
+        keys = point_keys(prompt[: whole + self._ahead], COMPRESSED_TOKENS, ahead=self._ahead)
         chain = self.prefixes.longest(keys)
         length = len(chain) * COMPRESSED_TOKENS
         held.keys = keys[: len(chain)]
@@ -196,8 +198,9 @@ class Caches:
     def commit(self, request_slot: int, tokens: Sequence[int], length: int) -> None:
         """The first `length` positions of the slot's sequence `tokens` are final: none of their rows changes again.
 
-        Publishes their prefixes of multiples of 128 and gives back the pages that no later step reads. Where there
-        is a drafter, the context rows of these positions are written before: RuntimeError where they are not, for
+        Publishes their prefixes of multiples of 128 and gives back the pages that no later step reads; beside a plain
+        MTP layer a prefix is told by the token behind it too, and published once that is known. Where there is a
+        drafter, the context rows of these positions are written before: RuntimeError where they are not, for
         whoever started from such a prefix would draft from what a page held before.
         """
         held = self._held[request_slot]
@@ -216,9 +219,10 @@ class Caches:
                 held.mapped[family.name] = (keep, end)
 
     def _publish(self, request_slot: int, held: _Held, tokens: Sequence[int], length: int) -> None:
-        while (len(held.keys) + 1) * COMPRESSED_TOKENS <= length:
+        final = min(length, len(tokens) - self._ahead)
+        while (len(held.keys) + 1) * COMPRESSED_TOKENS <= final:
             number = len(held.keys)
-            block = tokens[number * COMPRESSED_TOKENS : (number + 1) * COMPRESSED_TOKENS]
+            block = point_tokens(tokens, number, COMPRESSED_TOKENS, self._ahead)
             held.keys.append(point_key(held.keys[-1] if held.keys else ROOT, block))
             first = number
             while first and held.keys[first - 1] not in self.prefixes.points:
