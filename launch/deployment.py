@@ -57,11 +57,6 @@ FLASH_DSPARK_16 = Deployment(
 )
 DEPLOYMENTS = {FLASH_DSPARK_16.name: FLASH_DSPARK_16}
 
-MISSING = {
-    ("speculative", "mtp"): "drafting: no engine drafts with the checkpoint's MTP layer or verifies its rows yet",
-}
-"""Settings that can be planned for but not run, and why not."""
-
 
 @dataclass(frozen=True)
 class Row:
@@ -112,13 +107,8 @@ def parse_with_point(
     return args, tuple(rows)
 
 
-def missing(used: Mapping[str, object]) -> tuple[str, ...]:
-    """What of these settings is not there yet, in words."""
-    return tuple(text for (name, value), text in MISSING.items() if used.get(name) == value)
-
-
 def table(point: Deployment, rows: tuple[Row, ...]) -> Table:
-    """Both values of every setting, and the parts that are not there yet."""
+    """Both values of every setting."""
     title = Text(f"deployment {point.name}, requests and rows per tensor group", no_wrap=True, overflow="ignore")
     shown = Table(title=title, title_justify="left")
     for heading in ("setting", "point", "flag", "used"):
@@ -130,8 +120,5 @@ def table(point: Deployment, rows: tuple[Row, ...]) -> Table:
 
 
 def show_point(stream: TextIO, name: str, rows: tuple[Row, ...]) -> None:
-    """Print the settings of a point beside the flags that won over them, and which of its parts are not there yet."""
-    point = deployment(name)
-    show(stream, table(point, rows))
-    for part in missing({**point.settings(), **{row.name: row.used for row in rows}}):
-        print(f"not there yet: {part}", file=stream)
+    """Print the settings of a point beside the flags that won over them."""
+    show(stream, table(deployment(name), rows))

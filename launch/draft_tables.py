@@ -15,7 +15,7 @@ COUNTED = ("tokens_per_step", "acceptance", "drafts")
 
 def drafting_json(drafting: Drafting) -> dict[str, Any]:
     """How was drafted."""
-    names = ("speculative", "gamma", "verify")
+    names = ("speculative", "gamma", "verify", "temperatures")
     return {**{name: getattr(drafting, name) for name in names}, "point_drafts": drafting.point}
 
 

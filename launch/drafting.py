@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from ..models.checkpoint.draft_kind import SHOWN
+from ..models.dspark.calibration import load_calibration
 from ..models.dspark.drafter import make_drafter
 from ..models.dspark.finite import DraftScales, FiniteProposer
+from ..models.dspark.mtp import MtpProposer, make_mtp
 from ..models.dspark.proposer import DSparkProposer, Proposer
 from ..models.dspark.schedule import ALLOWED, parse_verify
 from ..models.dspark.shape import DraftShape, draft_shape, require_dspark
@@ -19,21 +21,22 @@ from ..models.v4.config import V4Config
 from ..models.v4.model import Model
 from .flags import FlagError, check_range
 
-SPECULATIVE = ("none", "dspark")
+SPECULATIVE = ("none", "dspark", "mtp")
 MOST_DRAFTS = 1 << 10
 
 
 @dataclass(frozen=True)
 class Drafting:
     """speculative: the drafter, "none" for plain decoding. gamma: drafts of a block, 0 for none. verify: which of them
-    are verified, as `parse_verify` reads it. point: the likeliest ones, also where the target samples. compare:
-    measure what it is worth."""
+    are verified, as `parse_verify` reads it; temperatures: of the confidences, where these matter and were calibrated.
+    point: the likeliest ones, also where the target samples. compare: measure what it is worth."""
 
     speculative: str = "none"
     gamma: int = 0
     verify: str = "all"
     point: bool = False
     compare: bool = False
+    temperatures: tuple[float, ...] | None = None
 
     @property
     def on(self) -> bool:
@@ -49,7 +52,10 @@ class Drafting:
         """Keywords of Engine for this proposer, or for plain decoding."""
         if proposer is None:
             return {}
-        return {"proposer": proposer, "point_drafts": self.point, "verify": parse_verify(self.verify)}
+        verify = parse_verify(self.verify)
+        return {
+            "proposer": proposer, "point_drafts": self.point, "verify": verify, "temperatures": self.temperatures,
+        }  # fmt: skip
 
 
 def add_drafting_flags(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +65,7 @@ def add_drafting_flags(parser: argparse.ArgumentParser) -> None:
         "--speculative", choices=SPECULATIVE, default="none", help="drafter of the checkpoint to use (default: none)"
     )
     group.add_argument(
-        "--gamma", type=int, metavar="N", help="drafts of a request in a step (default: the checkpoint's block)"
+        "--gamma", type=int, metavar="N", help="drafts of a request in a step (default: dspark's block, 1 with mtp)"
     )
     group.add_argument(
         "--verify",
@@ -75,7 +81,8 @@ def add_drafting_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def drafting_flags(args: argparse.Namespace, config: V4Config, directory: Path) -> Drafting:
-    """The flags, checked against the checkpoint. FlagError naming flag, value and what is allowed."""
+    """The flags, checked against the checkpoint, with what was calibrated for it. FlagError naming flag, value and what
+    is allowed; ValueError for a calibration that does not fit."""
     given = {"--gamma": args.gamma, "--verify": args.verify}
     given |= {"--point-drafts": args.point_drafts or None, "--compare": args.compare or None}
     if args.speculative == "none":
@@ -90,14 +97,25 @@ def drafting_flags(args: argparse.Namespace, config: V4Config, directory: Path) 
         raise FlagError(f"--speculative is {args.speculative}, but {directory} has {has}; allowed: {', '.join(kinds)}")
     if args.point_drafts and args.temperature == 0:
         raise FlagError("--point-drafts needs --temperature above 0: at 0 all drafts are the likeliest tokens")
-    gamma = require_dspark(config).block_size if args.gamma is None else args.gamma
-    check_range("--gamma", gamma, 1, MOST_DRAFTS)
+    gamma = _gamma(args.speculative, args.gamma, config)
     verify = "all" if args.verify is None else args.verify
     try:
-        parse_verify(verify)
+        policy = parse_verify(verify)
     except ValueError as problem:
         raise FlagError(f"--{problem}") from problem
-    return Drafting(args.speculative, gamma, verify, args.point_drafts, args.compare)
+    calibrated = load_calibration(directory, gamma) if policy.uses_confidence else None
+    temperatures = None if calibrated is None else calibrated.temperatures
+    return Drafting(args.speculative, gamma, verify, args.point_drafts, args.compare, temperatures)
+
+
+def _gamma(speculative: str, given: int | None, config: V4Config) -> int:
+    if speculative == "mtp":
+        if given not in (None, 1):
+            raise FlagError(f"--gamma is {given}, allowed: 1, for an MTP layer drafts one token")
+        return 1
+    gamma = require_dspark(config).block_size if given is None else given
+    check_range("--gamma", gamma, 1, MOST_DRAFTS)
+    return gamma
 
 
 def make_proposer(drafting: Drafting, weights: Mapping[str, torch.Tensor], model: Model) -> Proposer | None:
@@ -109,12 +127,13 @@ def make_proposer(drafting: Drafting, weights: Mapping[str, torch.Tensor], model
     if not drafting.on:
         return None
     scales = None if model.numerics.quantisation is None else DraftScales()
-    shape = _shape(drafting, model)
-    drafter = make_drafter(
-        model.config, weights, model.embed, model.head, model.groups, model.numerics,
-        shape=shape, watch=scales, clock=model.clock,
-    )  # fmt: skip
-    proposer = DSparkProposer(drafter)
+    ends = (model.config, weights, model.embed, model.head, model.groups, model.numerics)
+    proposer: Proposer
+    if drafting.speculative == "mtp":
+        proposer = MtpProposer(make_mtp(*ends, watch=scales, clock=model.clock))
+    else:
+        shape = _shape(drafting, model)
+        proposer = DSparkProposer(make_drafter(*ends, shape=shape, watch=scales, clock=model.clock))
     return proposer if scales is None else FiniteProposer(proposer, scales)
 
 

@@ -187,7 +187,7 @@ def generate(groups: Groups, task: Task, flags: RunFlags) -> None:
     if groups.topology.world > 1:
         try_exchanges(groups)
     with named_stage("load"):
-        model, proposer = load_model(groups, task.directory, flags, task.drafting)
+        model, proposer = load_with_drafter(groups, task.directory, flags, task.drafting)
         independent = holds_everywhere(groups, model.config, model.numerics)
     model.clock.enabled = True
     if groups.rank == 0 and task.deployment is not None:
@@ -225,8 +225,15 @@ def tell(
         raise RuntimeError(f"drafting changed ids that are promised to be the same here: {parts}")
 
 
-def load_model(groups: Groups, directory: Path, flags: RunFlags, drafting: Drafting) -> tuple[Model, Proposer | None]:
-    """This rank's share of a checkpoint as a model on its device, and its proposer. All ranks call it."""
+def load_model(groups: Groups, directory: Path, flags: RunFlags) -> Model:
+    """This rank's share of a checkpoint as a model on its device. All ranks call it."""
+    return load_with_drafter(groups, directory, flags, Drafting())[0]
+
+
+def load_with_drafter(
+    groups: Groups, directory: Path, flags: RunFlags, drafting: Drafting
+) -> tuple[Model, Proposer | None]:
+    """The model, and this rank's proposer where anything is drafted. All ranks call it."""
     mode = numerics(flags.numerics)
     config, weights = load_on_all_ranks(directory, groups, mode, draft=drafting.on)
     if groups.device != "cpu":

@@ -11,7 +11,8 @@ from ..models.checkpoint.verify import read_config
 from ..models.numerics import numerics
 from ..models.v4.config import PRESETS, V4Config
 from ..models.v4.estimate import Device
-from .deployment import DEPLOYMENTS, Row, combine, deployment, missing, table
+from .deployment import DEPLOYMENTS, Row, combine, deployment, table
+from .drafting import SPECULATIVE
 from .engine_flags import GIB, add_engine_flags, engine_flags
 from .flags import FlagParser, add_common, check_json, check_range, parse_device, resolve_topology
 from .generate import SAMPLE
@@ -20,7 +21,6 @@ from .plan_data import Settings, make_plan
 from .plan_tables import tables
 from .worker import run_main
 
-SPECULATIVE = ("none", "dspark", "mtp")
 LEFT_OUT = ("backend", "timeout", "check", "control", "record", "trace", "seed")
 DEFAULTS: dict[str, Any] = {
     "numerics": "float32",
@@ -98,19 +98,11 @@ def _act(argv: Sequence[str] | None) -> int:
                 setattr(args, row.name, row.used)
         show(out, table(point, rows))
     settings, name, speculative = resolve_plan(args)
-    parts = missing({"numerics": settings.numerics.name, "speculative": speculative})
-    data: dict[str, Any] = {
-        "model": name,
-        "speculative": speculative,
-        "settings": _told(settings),
-        "missing": list(parts),
-    }
+    data: dict[str, Any] = {"model": name, "speculative": speculative, "settings": _told(settings)}
     if point is not None:
         shown = [{"setting": r.name, "point": r.point, "flag": r.flag, "used": r.used} for r in rows]
         data["deployment"] = {"name": point.name, "settings": shown}
     data |= make_plan(settings)
-    for part in parts:
-        print(f"not there yet: {part}", file=out)
     show(out, *tables(data))
     write_json(args.json, data)
     return 0
@@ -171,7 +163,8 @@ def _drafting(args: argparse.Namespace, config: V4Config) -> tuple[str, int]:
         )
     drafts = {"none": 0, "mtp": 1, "dspark": 0 if config.dspark is None else config.dspark.block_size}[chosen]
     rows = 1 + drafts if args.verify_rows is None else args.verify_rows
-    check_range("--verify-rows", rows, 1 if chosen == "none" else 2, 1 << 10)
+    # An MTP layer drafts one token.
+    check_range("--verify-rows", rows, 1 if chosen == "none" else 2, 2 if chosen == "mtp" else 1 << 10)
     return chosen, rows
 
 

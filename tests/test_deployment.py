@@ -1,4 +1,4 @@
-"""The deployment point: what it fixes, what a flag changes, what it lacks, and that its page shows what is printed."""
+"""The deployment point: what it fixes, what a flag changes, and that its page shows what is printed."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshspark.launch import cli
-from meshspark.launch.deployment import DEPLOYMENTS, FLASH_DSPARK_16, Row, combine, deployment, missing
+from meshspark.launch.deployment import DEPLOYMENTS, FLASH_DSPARK_16, Row, combine, deployment
 from meshspark.launch.plan import at_point
 from meshspark.launch.plan_data import GIB, rank_memory, room_for_caches
 from meshspark.models.v4.sizing import fitting_requests
@@ -23,6 +23,7 @@ def test_the_point() -> None:
         "block_size": 32, "batch": 64, "verify_rows": 8, "prefill_rows": 512, "speculative": "dspark",
     }  # fmt: skip
     assert set(DEPLOYMENTS) == {"flash-dspark-16"}
+    assert FLASH_DSPARK_16.gamma == 7
     with pytest.raises(ValueError, match="--deployment is 'other', allowed: flash-dspark-16"):
         deployment("other")
 
@@ -34,11 +35,6 @@ def test_a_flag_wins_and_both_are_kept() -> None:
     assert rows["tp"] == Row("tp", 4, None, 4)
 
 
-def test_what_is_not_there_yet() -> None:
-    assert [part.split(":")[0] for part in missing({"speculative": "mtp"})] == ["drafting"]
-    assert missing(FLASH_DSPARK_16.settings()) == () and FLASH_DSPARK_16.gamma == 7
-
-
 def test_the_table_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--deployment", "flash-dspark-16", "--batch", "16", "--context", "8192"]) == 0
     shown = capsys.readouterr().out
@@ -46,7 +42,6 @@ def test_the_table_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines["--batch"] == ["64", "16", "16"] and lines["--context"] == ["1048576", "8192", "8192"]
     assert lines["--verify-rows"] == ["8", "", "8"]
     assert shown.index("deployment flash-dspark-16") < shown.index("plan of flash-dspark")
-    assert "not there yet" not in shown
 
 
 def test_json_tells_both(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +50,7 @@ def test_json_tells_both(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(capsys.readouterr().out)
     settings = {s["setting"]: s for s in data["deployment"]["settings"]}
     assert settings["numerics"] == {"setting": "numerics", "point": "w8a8", "flag": "bfloat16", "used": "bfloat16"}
-    assert data["missing"] == [] and data["per_rank"]["pools"]["draft_kv"] == 0
+    assert data["per_rank"]["pools"]["draft_kv"] == 0
     assert data["settings"]["verify_rows"] == 8 and data["settings"]["gamma"] == 0
 
 

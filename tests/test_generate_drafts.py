@@ -1,9 +1,11 @@
 """generate with drafting on a synthetic DSpark checkpoint: the same ids, what is told, --compare, and refusals."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from meshspark.launch.compare_runs import Comparison, Divergence, compare, diver
 from meshspark.launch.drafting import Drafting
 from meshspark.launch.writing import Writing
 from meshspark.models.checkpoint.synthetic import synthesize
+from meshspark.models.dspark.calibration import Calibration
 from meshspark.models.v4.config import tiny, tiny_dspark, tiny_mtp
 
 PATIENCE = 200.0
@@ -58,7 +61,9 @@ def test_drafting_changes_no_token_and_tells_of_itself(run):
     assert set(plain) == {"schema", "requests", "topology", "metrics"} and not NEW & set(plain["metrics"])
     assert set(drafted) - set(plain) == {"drafting"}
     assert set(drafted["metrics"]) - set(plain["metrics"]) == NEW
-    assert drafted["drafting"] == {"speculative": "dspark", "gamma": 5, "verify": "all", "point_drafts": False}
+    assert drafted["drafting"] == {
+        "speculative": "dspark", "gamma": 5, "verify": "all", "temperatures": None, "point_drafts": False,
+    }  # fmt: skip
     metrics = drafted["metrics"]
     assert set(metrics["acceptance"]) == {"conditional", "cumulative"}
     assert all(len(shares) == 5 for shares in metrics["acceptance"].values())
@@ -84,6 +89,31 @@ def test_gamma_and_verify(run):
     with pytest.warns(UserWarning, match=r"gamma is 7, but the drafter was trained on blocks of 5"):
         wide, _ = run(*more, *DRAFTS, "--gamma", "7", "--verify", "scheduled")
     assert wide["requests"] == plain["requests"] and wide["drafting"]["gamma"] == 7
+
+
+def test_an_mtp_layer_drafts_one(run):
+    more = [*PROMPTS, "--max-new-tokens", "7"]
+    plain, _ = run(*more, kind="mtp")
+    drafted, shown = run(*more, "--speculative", "mtp", kind="mtp")
+    assert drafted["requests"] == plain["requests"]
+    assert drafted["drafting"]["gamma"] == 1 and len(drafted["metrics"]["acceptance"]["cumulative"]) == 1
+    assert drafted["metrics"]["drafts"]["verified"] > 0 and "drafting: mtp, 1 drafts" in shown.out
+
+
+def test_a_calibration_beside_the_checkpoint_is_used_where_confidence_matters(folders, run, tmp_path, capsys):
+    folder = Path(shutil.copytree(folders["dspark"], tmp_path / "calibrated"))
+    Calibration(5, (2.0,) * 5, (0.1,) * 5, (0.1,) * 5, (None,) * 5, (None,) * 5, 10).save(folder)
+    more = ["--checkpoint", str(folder), "--prompt", "a", *DRAFTS]
+
+    def drafting(*argv):
+        args = generate.parser().parse_args([*more, *argv])
+        return generate.prepare(args, generate.resolve_here(args)).drafting
+
+    assert drafting("--verify", "threshold:0.3").temperatures == (2.0,) * 5
+    assert drafting().temperatures is None and drafting("--gamma", "3").temperatures is None
+    assert drafting("--verify", "lagged").arguments(object())["temperatures"] == (2.0,) * 5
+    assert generate.main([*more, "--verify", "lagged", "--gamma", "3"]) == 2
+    assert "is for gamma 5, asked for is 3" in capsys.readouterr().err
 
 
 def test_a_point_drafts_as_many_as_it_verifies(folders, run, capsys):
@@ -173,15 +203,19 @@ def test_ranks_compare_how_they_draft(folders):
     task = generate.prepare(flags, generate.resolve_here(flags))
     assert task.drafting == Drafting() and task.facts()["drafting"] == repr(Drafting())
     changes = {"speculative": "dspark", "gamma": 3, "verify": "lagged", "point": True, "compare": True}
+    changes["temperatures"] = (1.5,) * 5
     facts = {replace(task, drafting=Drafting(**{name: value})).facts()["drafting"] for name, value in changes.items()}
-    assert len(facts) == 5 and task.facts()["drafting"] not in facts
+    assert len(facts) == 6 and task.facts()["drafting"] not in facts
 
 
 @pytest.mark.parametrize(
     ("kind", "argv", "said"),
     [
         ("none", [*DRAFTS], "has no drafter; allowed: none"),
-        ("mtp", [*DRAFTS], "has a plain MTP layer; allowed: none"),
+        ("mtp", [*DRAFTS], "has a plain MTP layer; allowed: none, mtp"),
+        ("none", ["--speculative", "mtp"], "--speculative is mtp, but"),
+        ("dspark", ["--speculative", "mtp"], "has a DSpark drafter; allowed: none, dspark"),
+        ("mtp", ["--speculative", "mtp", "--gamma", "2"], "--gamma is 2, allowed: 1, for an MTP layer"),
         ("dspark", ["--gamma", "3"], "--gamma is 3, but needs a drafter, and --speculative is none"),
         ("dspark", ["--verify", "all"], "--verify is all, but needs a drafter"),
         ("dspark", ["--temperature", "1", "--point-drafts"], "--point-drafts needs a drafter"),

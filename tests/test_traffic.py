@@ -18,12 +18,13 @@ from meshspark.layouts.rows import RequestRows
 from meshspark.models.checkpoint.share import shard_weights
 from meshspark.models.checkpoint.synthetic import random_weights
 from meshspark.models.dspark.drafter import make_drafter
+from meshspark.models.dspark.mtp import MtpProposer, make_mtp, mtp_shape
 from meshspark.models.dspark.proposer import DSparkProposer
 from meshspark.models.dspark.shape import DraftShape
 from meshspark.models.dspark.traffic import DraftLoad, draft_exchanges
 from meshspark.models.numerics import numerics
 from meshspark.models.request import SamplingParams
-from meshspark.models.v4.config import PRESETS
+from meshspark.models.v4.config import PRESETS, tiny_mtp
 from meshspark.models.v4.model import Model
 from meshspark.models.v4.pools import engine_shape
 from meshspark.models.v4.traffic import Load, StepPlan, step_exchanges
@@ -33,7 +34,7 @@ from meshspark.parallel.topology import Topology
 
 FIELDS = ("group", "op", "stage", "dtype", "rows", "columns", "bytes")
 SIZES = (4, 2, 4)
-SHAPE = DraftShape(5, 5, 2)
+SHAPES = {"tiny-dspark": DraftShape(5, 5, 2), "tiny-mtp": mtp_shape(tiny_mtp(), slab_blocks=2)}
 
 
 def _use(groups: Groups, ledger: Ledger) -> None:
@@ -241,15 +242,19 @@ def _records(ledger: Ledger, begin: int) -> list:
     return [[getattr(r, field) for field in FIELDS] for r in list(ledger)[begin:]]
 
 
-def drive_drafts(groups: Groups, mode: str) -> list:
+def drive_drafts(groups: Groups, preset: str, mode: str) -> list:
     """An engine that drafts, with slabs of 2 blocks and more requests in one group than in the other."""
     before, ledger = groups.ledger, Ledger(100_000)
-    config = PRESETS["tiny-dspark"]()
+    config = PRESETS[preset]()
     full = random_weights(config, 7, numerics(mode), draft=True)
     share = shard_weights(full, groups.topology, groups.rank, config, draft=True)
     model = Model(config, share, groups, numerics(mode))
-    drafter = make_drafter(config, share, model.embed, model.head, groups, model.numerics, shape=SHAPE)
-    recorded = Recorded(DSparkProposer(drafter), ledger)
+    ends = (config, share, model.embed, model.head, groups, model.numerics)
+    if config.drafter == "mtp":
+        proposer = MtpProposer(make_mtp(*ends, shape=SHAPES[preset]))
+    else:
+        proposer = DSparkProposer(make_drafter(*ends, shape=SHAPES[preset]))
+    recorded = Recorded(proposer, ledger)
     engine = Engine(model, requests=5, max_context=64, prefill_rows=16, proposer=recorded)
     _use(groups, ledger)
     try:
@@ -267,14 +272,16 @@ def drive_drafts(groups: Groups, mode: str) -> list:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "mode"),
-    [((4, 2, 4), "float32"), pytest.param((2, 2, 2), "w8a8", marks=pytest.mark.slow),
-     pytest.param((2, 1, 2), "bfloat16", marks=pytest.mark.slow)],
+    ("preset", "sizes", "mode"),
+    [("tiny-dspark", (4, 2, 4), "float32"),
+     pytest.param("tiny-dspark", (2, 2, 2), "w8a8", marks=pytest.mark.slow),
+     pytest.param("tiny-dspark", (2, 1, 2), "bfloat16", marks=pytest.mark.slow),
+     pytest.param("tiny-mtp", (4, 2, 2), "bfloat16", marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_drafts_are_those_of_the_ledger(ranks: RankPools, sizes: tuple[int, int, int], mode: str) -> None:
+def test_drafts_are_those_of_the_ledger(ranks: RankPools, preset: str, sizes: tuple[int, int, int], mode: str) -> None:
     """Every drafting step of an engine: one gather whatever is drafted, then slabs, empty ones too."""
-    config, topology = PRESETS["tiny-dspark"](), Topology(*sizes)
-    results = ranks.run(topology, "test_traffic:drive_drafts", timeout=150, mode=mode)
+    config, topology, shape = PRESETS[preset](), Topology(*sizes), SHAPES[preset]
+    results = ranks.run(topology, "test_traffic:drive_drafts", timeout=150, preset=preset, mode=mode)
     sent, back = FIELDS.index("bytes"), FIELDS.index("rows")
     seen = Counter()
     for steps in zip(*results, strict=True):
@@ -285,7 +292,7 @@ def test_drafts_are_those_of_the_ledger(ranks: RankPools, sizes: tuple[int, int,
             blocks = tuple(steps[r][2] for r in topology.tp_groups()[place.dp_rank])
             busiest = max(steps[r][2] for r in topology.ep_ranks(rank))
             target = StepPlan(config, topology, numerics(mode), Load(local_t, (), (), ()), place.tp_rank)
-            found = draft_exchanges(target, DraftLoad(bounds, most, blocks, busiest), SHAPE)
+            found = draft_exchanges(target, DraftLoad(bounds, most, blocks, busiest), shape)
             planned = [[getattr(e, field) for field in FIELDS] for e in found]
             assert len(planned) == len(records), (rank, room)
             for got, expected in zip(records, planned, strict=True):
@@ -293,7 +300,7 @@ def test_drafts_are_those_of_the_ledger(ranks: RankPools, sizes: tuple[int, int,
                     returned += got[back] - expected[back]
                     got, expected = ([*r[:back], *r[back + 1 : sent]] for r in (got, expected))
                 assert got == expected, (rank, room)
-            seen["slabs"] = max(seen["slabs"], -(-most // SHAPE.slab_blocks))
+            seen["slabs"] = max(seen["slabs"], -(-most // shape.slab_blocks))
             seen["idle"] += most > 0 and blocks[place.tp_rank] == 0
             seen["unequal"] += len(set(bounds)) > 1
         assert returned == 0
