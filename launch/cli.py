@@ -9,11 +9,12 @@ VERBS = {
     "doctor": ("doctor", "say whether this machine can run the ranks"),
     "checkpoint": ("checkpoint", "inspect a checkpoint, or synthesize a random one"),
     "convert": ("convert", "store a checkpoint's weights in another form: convert w8a8 IN OUT"),
+    "calibrate": ("calibrate", "fit a drafter's confidences to what its target accepts"),
     "make-sample": ("make_sample", "train the bundled sample"),
     "plan": ("plan", "memory, exchanges and step time of a deployment, before any device is there"),
     "fixture": ("fixture", "prove one transport or stage: fixture list, fixture run NAME"),
     "diagnose": ("diagnose", "read from outside where the ranks of a job stand"),
-    "bench": ("bench", "measure: bench collectives, context, decode, failures, replay, compare"),
+    "bench": ("bench", "measure: bench collectives, context, decode, failures, replay, speculative, compare"),
 }
 """Verb -> (module of launch/, what it does)."""
 

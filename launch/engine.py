@@ -95,6 +95,9 @@ class Engine:
         self.verify, self._history = verify, History()
         quiet = replace(self.decoder, judge=None)
         self.table = step_costs(quiet, requests, self.slots_per_rank) if verify.uses_costs else None
+        if self.table is not None and verify.kind == "scheduled":
+            # A search that stops at the first row that does not pay must not stop before a jump of the measured times.
+            self.table = self.table.convex()
         costs = projection_costs(model.config, model.numerics, self.topology.tp, projection)
         self.costs = agree_costs(costs, self.groups)
         pages = {name: pool.count for name, pool in self.caches.pages.items()}
