@@ -1,4 +1,8 @@
-"""An oracle drafter: it knows what the target will write, and is right with a chosen probability per position."""
+"""An oracle drafter: it knows what the target will write, and is right where it is told to be.
+
+Beside another proposer it keeps that one's context rows and lets it draft too, so that caches and exchanges are those
+of the real drafter while the drafts are chosen.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,13 +12,14 @@ import torch
 
 from meshspark.models.dspark.draft import Choose, Drafts, choose_greedy
 from meshspark.models.dspark.plan import DraftBlock
-from meshspark.models.dspark.proposer import KeptRows, Room
+from meshspark.models.dspark.proposer import KeptRows, Proposer, Room
 from meshspark.models.uniforms import uniforms
 from meshspark.models.v4.caches import Caches
 from meshspark.models.v4.model import Tap
 
-Right = Callable[[int, int, int], bool]
-"""(slot, position of the anchor, number of the draft) -> whether the draft is right."""
+Right = Callable[[int, int, int], bool | None]
+"""(slot, position of the anchor, number of the draft) -> whether the draft is right; None leaves it to the proposer
+beside the oracle."""
 
 
 def with_chance(chance: float, seed: int = 0) -> Right:
@@ -24,24 +29,37 @@ def with_chance(chance: float, seed: int = 0) -> Right:
 
 @dataclass
 class OracleProposer:
-    """known: tokens by request slot, prompt included; who has no entry is drafted ids that cannot come from a tie.
+    """known: tokens by request slot, prompt included; behind their end, and for who has none, a draft is token 0 or 1.
 
-    blocks counts those drafted.
+    A wrong draft is the next token id after the right one. chance: the confidence that it shows, None for that of the
+    proposer beside it. inner: that proposer, of the same gamma. blocks counts those drafted, proposed their drafts.
     """
 
     gamma: int
-    known: dict[int, Sequence[int]]
+    known: Mapping[int, Sequence[int]]
     right: Right
     vocab: int
-    chance: float = 0.5
+    chance: float | None = 0.5
     stages: int = 0
     taps: tuple[Tap, ...] = ()
     pins_prompt_end: bool = False
     blocks: int = 0
     steps: list[Room] = field(default_factory=list)
+    inner: Proposer | None = None
+
+    def __post_init__(self) -> None:
+        if self.inner is not None:
+            self.stages, self.taps = self.inner.stages, self.inner.taps
+            self.pins_prompt_end = self.inner.pins_prompt_end
+
+    @property
+    def proposed(self) -> int:
+        return self.blocks * self.gamma
 
     def keep(self, rows: KeptRows, taps: Mapping[Tap, torch.Tensor], caches: Caches) -> None:
-        """It keeps nothing."""
+        """What the proposer beside it keeps; nothing of its own."""
+        if self.inner is not None:
+            self.inner.keep(rows, taps, caches)
 
     def propose(
         self,
@@ -54,16 +72,27 @@ class OracleProposer:
         choose: Choose = choose_greedy,
         keep_logits: bool = False,
     ) -> Drafts:
-        """The known tokens behind each anchor, wrong ones among them."""
+        """The known tokens behind each anchor, wrong ones among them: certain ones, that `choose` has not drawn."""
         self.blocks += len(blocks)
         self.steps.append(room)
-        ids = [[self._draft(block, number) for number in range(self.gamma)] for block in blocks]
-        odds = float(torch.logit(torch.tensor(self.chance, dtype=torch.float64), eps=1e-9))
         shape = (len(blocks), self.gamma)
-        return Drafts(torch.tensor(ids, dtype=torch.int64).view(shape), torch.full(shape, odds), None)
+        beside = Drafts(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), None)
+        if self.inner is not None:
+            beside = self.inner.propose(blocks, last_rows, taps, caches, room)
+        ids = [
+            [self._draft(block, number, int(beside.ids[place, number])) for number in range(self.gamma)]
+            for place, block in enumerate(blocks)
+        ]
+        confidence_BY = beside.confidence
+        if self.chance is not None:
+            odds = float(torch.logit(torch.tensor(self.chance, dtype=torch.float64), eps=1e-9))
+            confidence_BY = torch.full(shape, odds)
+        return Drafts(torch.tensor(ids, dtype=torch.int64).view(shape), confidence_BY, None)
 
-    def _draft(self, block: DraftBlock, number: int) -> int:
+    def _draft(self, block: DraftBlock, number: int, natural: int) -> int:
         known, position = self.known.get(block.slot, ()), block.position + 1 + number
         token = known[position] if position < len(known) else 0
         right = self.right(block.slot, block.position, number)
+        if right is None:
+            return natural
         return token if right else (token + 1) % self.vocab
