@@ -305,7 +305,7 @@ class Engine:
         new.owner = self._owner(new.slot)
         if self.decoder.proposer is not None:
             new.prefill_end -= self.decoder.proposer.pins_prompt_end
-            self._may_draft[self._rank_of(new)] += new.params.draft
+            self._may_draft[self._rank_of(new)] += new.params.draft and self.decoder.gamma > 0
         if new.dp_rank == self.place.dp_rank:
             new.computed = self.caches.admit(new.slot, new.limit, new.prompt)
             self._prefix[0] += new.computed > 0

@@ -35,6 +35,7 @@ from drafting import (
     wanted,
     watched,
 )
+from oracle_drafter import OracleProposer
 
 from meshspark.models.dspark.schedule import parse_verify
 from meshspark.models.dspark.step import Told
@@ -375,6 +376,15 @@ def test_an_oracle_changes_nobody_else_either() -> None:
     for number, call in enumerate(calls):
         assert (call.params.temperature and call.params.draft) or results[number] == want[number], number
     assert proposer.proposed > 0
+
+
+def test_no_drafts_is_plain_decoding() -> None:
+    """gamma 0 and no proposer, sampled requests too."""
+    require_bits("float32")
+    calls = mixed_calls()
+    nothing = OracleProposer(0, {}, lambda *_: True, tiny_dspark().vocab_size)
+    got = serve(watched("float32", nothing, look=Watch("float32"), requests=12), calls)
+    assert got == plain_ids("float32", calls) and nothing.proposed == 0
 
 
 class Grammar:

@@ -208,7 +208,7 @@ def draft(
     plan: RowPlan, turns: Sequence[_Turn], output: StepOutput, decoder: Decoder, proposer: Proposer, room: Room
 ) -> list[_Turn]:
     """Drafts for owned requests that go on and can still use one. Every rank enters, as many slabs as were agreed."""
-    going = [turn for turn in turns if _may_draft(turn)]
+    going = [turn for turn in turns if _may_draft(turn)] if proposer.gamma else []
     blocks, last = [], []
     place = _band_rows(plan)
     for turn in going:
