@@ -96,6 +96,7 @@ def test_verbs_are_frozen():
         "prefill",
         "quality",
         "replay",
+        "speculative",
         "compare",
     ]
 

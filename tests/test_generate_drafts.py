@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from meshspark.launch import compare_runs, generate
 from meshspark.launch.compare_runs import Comparison, Divergence, compare, divergences, turns
 from meshspark.launch.drafting import Drafting
+from meshspark.launch.worker import unranked_environment
 from meshspark.launch.writing import Writing
 from meshspark.models.checkpoint.synthetic import synthesize
 from meshspark.models.dspark.calibration import Calibration
@@ -206,6 +209,26 @@ def test_ranks_compare_how_they_draft(folders):
     changes["temperatures"] = (1.5,) * 5
     facts = {replace(task, drafting=Drafting(**{name: value})).facts()["drafting"] for name, value in changes.items()}
     assert len(facts) == 6 and task.facts()["drafting"] not in facts
+
+
+def test_ranks_that_would_draft_differently_are_refused(folders):
+    """Two ranks started by hand with other numbers of drafts: both end at the start, and the field is named."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "meshspark.launch.generate", "--checkpoint", str(folders["dspark"])]
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            more = {**place, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            own = {**unranked_environment(), **more, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            words = [*command, "--prompt", "a", *DRAFTS, "--gamma", str(2 + rank)]
+            ranks.append(subprocess.Popen(words, env=own, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE))
+            stack.callback(ranks[-1].kill)
+        said = [process.communicate(timeout=PATIENCE)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [1, 1], said
+    assert "drafting" in said[0] and "gamma=2" in said[0] and "gamma=3" in said[0], said
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-OUTPUTS = ("demo", "bench")
+OUTPUTS = ("demo", "bench", "drafts")
 
 
 def _blocks(language: str) -> list[str]:
