@@ -9,7 +9,7 @@ from ..launch.engine import Engine
 from ..models.dspark.schedule import VERIFY_ALL, Verification
 from ..models.request import SamplingParams
 from ..models.v4.model import Model
-from .oracle import OracleProposer, with_chances
+from .oracle import OracleProposer, with_chance
 
 GRACE = 3
 """Steps of an engine that are not counted: prompts, and the first drafts."""
@@ -116,7 +116,7 @@ def make_engine(model: Model, text: Text, side: Side) -> Engine:
     def chance(slot: int) -> float:
         return side.chances[slot % len(side.chances)]
 
-    oracle = OracleProposer(side.gamma, known, with_chances(chance), model.config.vocab_size, chance)
+    oracle = OracleProposer(side.gamma, known, with_chance(chance), model.config.vocab_size, chance)
     engine = Engine(
         model,
         requests=seats(model, count),

@@ -1,6 +1,8 @@
-"""An oracle drafter: it knows what the target will write, and is right with a chosen probability.
+"""An oracle drafter: it knows what the target will write, and is right where it is told to be.
 
-It stands for drafters of any quality, so that the step and the choice of widths can be judged without one.
+It stands for drafters of any quality, so that the step and the choice of widths can be judged without one. Beside
+another proposer it keeps that one's context rows and lets it draft too, so that caches and exchanges are those of the
+real drafter while the drafts are chosen.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,39 +13,66 @@ import torch
 
 from ..models.dspark.draft import Choose, Drafts, choose_greedy
 from ..models.dspark.plan import DraftBlock
-from ..models.dspark.proposer import KeptRows, Room
+from ..models.dspark.proposer import KeptRows, Proposer, Room
 from ..models.uniforms import uniforms
 from ..models.v4.caches import Caches
 from ..models.v4.model import Tap
 
-Right = Callable[[int, int, int], bool]
-"""(slot, position of the anchor, number of the draft) -> whether the draft is right."""
+Right = Callable[[int, int, int], bool | None]
+"""(slot, position of the anchor, number of the draft) -> whether the draft is right; None leaves it to the proposer
+beside the oracle."""
 
 
-def with_chances(chances: Callable[[int], float], seed: int = 0) -> Right:
-    """Right with the chance of the slot, at every number of a draft, by a number of its own for each."""
-    return lambda slot, anchor, number: bool(uniforms(np.array(seed + slot), np.array(anchor), number) < chances(slot))
+Chance = float | Callable[[int], float]
+"""One for all, or by request slot."""
+
+
+def with_chance(chance: Chance, seed: int = 0) -> Right:
+    """Right with this probability, by a number of its own for each slot, position and draft."""
+
+    def right(slot: int, anchor: int, number: int) -> bool:
+        return bool(uniforms(np.array(seed + slot), np.array(anchor), number) < _of_slot(chance, slot))
+
+    return right
+
+
+def _of_slot(chance: Chance, slot: int) -> float:
+    return chance(slot) if callable(chance) else chance
 
 
 @dataclass
 class OracleProposer:
-    """known: tokens by request slot, prompt included; who has none is drafted zeros. right: whether a draft is.
-    chance: by slot, what it says of its confidence. blocks: how many it drafted, rooms: what was agreed for each step.
+    """known: tokens by request slot, prompt included; behind their end, and for who has none, a draft is token 0 or 1.
+
+    A wrong draft is the next token id after the right one. chance: the confidence that it shows, None for that of the
+    proposer beside it. inner: that proposer, of the same gamma. blocks counts those drafted, proposed their drafts.
     """
 
     gamma: int
     known: Mapping[int, Sequence[int]]
     right: Right
     vocab: int
-    chance: Callable[[int], float] = lambda slot: 0.5
+    chance: Chance | None = 0.5
     stages: int = 0
     taps: tuple[Tap, ...] = ()
     pins_prompt_end: bool = False
     blocks: int = 0
-    rooms: list[Room] = field(default_factory=list)
+    steps: list[Room] = field(default_factory=list)
+    inner: Proposer | None = None
+
+    def __post_init__(self) -> None:
+        if self.inner is not None:
+            self.stages, self.taps = self.inner.stages, self.inner.taps
+            self.pins_prompt_end = self.inner.pins_prompt_end
+
+    @property
+    def proposed(self) -> int:
+        return self.blocks * self.gamma
 
     def keep(self, rows: KeptRows, taps: Mapping[Tap, torch.Tensor], caches: Caches) -> None:
-        """It keeps nothing."""
+        """What the proposer beside it keeps; nothing of its own."""
+        if self.inner is not None:
+            self.inner.keep(rows, taps, caches)
 
     def propose(
         self,
@@ -56,15 +85,28 @@ class OracleProposer:
         choose: Choose = choose_greedy,
         keep_logits: bool = False,
     ) -> Drafts:
-        """The known tokens behind each anchor, wrong ones among them. Certain ones: nothing is chosen."""
+        """The known tokens behind each anchor, wrong ones among them: certain ones, that `choose` has not drawn."""
         self.blocks += len(blocks)
-        self.rooms.append(room)
-        ids = [[self._draft(block, number) for number in range(self.gamma)] for block in blocks]
-        chances = torch.tensor([self.chance(block.slot) for block in blocks], dtype=torch.float64)
-        odds_BY = torch.logit(chances, eps=1e-9)[:, None].expand(-1, self.gamma)
-        return Drafts(torch.tensor(ids, dtype=torch.int64).view(len(blocks), self.gamma), odds_BY, None)
+        self.steps.append(room)
+        shape = (len(blocks), self.gamma)
+        beside = Drafts(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), None)
+        if self.inner is not None:
+            beside = self.inner.propose(blocks, last_rows, taps, caches, room)
+        ids = [
+            [self._draft(block, number, int(beside.ids[place, number])) for number in range(self.gamma)]
+            for place, block in enumerate(blocks)
+        ]
+        confidence_BY = beside.confidence
+        if self.chance is not None:
+            chances = [_of_slot(self.chance, block.slot) for block in blocks]
+            odds_B = torch.logit(torch.tensor(chances, dtype=torch.float64), eps=1e-9)
+            confidence_BY = odds_B[:, None].expand(shape)
+        return Drafts(torch.tensor(ids, dtype=torch.int64).view(shape), confidence_BY, None)
 
-    def _draft(self, block: DraftBlock, number: int) -> int:
+    def _draft(self, block: DraftBlock, number: int, natural: int) -> int:
         known, position = self.known.get(block.slot, ()), block.position + 1 + number
         token = known[position] if position < len(known) else 0
-        return token if self.right(block.slot, block.position, number) else (token + 1) % self.vocab
+        right = self.right(block.slot, block.position, number)
+        if right is None:
+            return natural
+        return token if right else (token + 1) % self.vocab

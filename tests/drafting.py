@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from episodes import permute_pages
-from oracle_drafter import OracleProposer
 from safetensors.torch import load_file, save_file
 from test_verify import restore
 
+from meshspark.benchmarks.oracle import OracleProposer
 from meshspark.launch.engine import Engine
 from meshspark.launch.requests import Request
 from meshspark.layouts.bits import same_bits

@@ -35,8 +35,8 @@ from drafting import (
     wanted,
     watched,
 )
-from oracle_drafter import OracleProposer
 
+from meshspark.benchmarks.oracle import OracleProposer
 from meshspark.models.dspark.schedule import parse_verify
 from meshspark.models.dspark.step import Told
 from meshspark.models.numerics import numerics

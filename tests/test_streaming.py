@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from episodes import make_model, single_model
-from oracle_drafter import OracleProposer
 from rank_pool import RankPools
 from test_engine import MODE, run, traffic
 
+from meshspark.benchmarks.oracle import OracleProposer
 from meshspark.launch.engine import Engine
 from meshspark.launch.requests import Event, RequestFailed
 from meshspark.launch.streaming import Streams

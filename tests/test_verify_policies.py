@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 from episodes import make_model, single_model
-from oracle_drafter import OracleProposer, with_chance
 from rank_pool import RankPools
 
+from meshspark.benchmarks.oracle import OracleProposer, with_chance
 from meshspark.launch.engine import Engine
 from meshspark.launch.step_costs import step_costs
 from meshspark.models.dspark.costs import CostTable
