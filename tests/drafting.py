@@ -261,7 +261,7 @@ def watched(mode: str, proposer: Proposer | None, groups: Groups | None = None, 
     """A watched engine of the random model, which an oracle then knows."""
     engine = Watched(rank_model(mode, single() if groups is None else groups)[0], proposer=proposer, **kwargs)
     if isinstance(proposer, Recorder):
-        proposer.engine = engine
+        proposer.engine, proposer = engine, proposer.inner
     if isinstance(proposer, OracleProposer) and isinstance(proposer.known, Known):
         proposer.known.engine = engine
     return engine
@@ -335,10 +335,12 @@ def agree(got: torch.Tensor, want: torch.Tensor, mode: str) -> bool:
 
 @dataclass
 class Recorder:
-    """A proposer that remembers what it drafted: ids and confidences by request and position of the anchor."""
+    """A proposer that remembers what it drafted, by request and position of the anchor: ids and confidences, and the
+    anchor's token."""
 
     inner: Proposer
     engine: Watched | None = None
+    anchors: dict[tuple[int, int], int] = field(default_factory=dict)
     drafted: dict[tuple[int, int], tuple[list[int], torch.Tensor]] = field(default_factory=dict)
 
     @property
@@ -376,7 +378,7 @@ class Recorder:
         for block, ids, confidence in zip(blocks, got.ids.tolist(), got.confidence, strict=True):
             name = self.engine.request_of(block.slot).request_id, block.position
             assert name not in self.drafted, "an anchor is drafted for once"
-            self.drafted[name] = ids, confidence.clone()
+            self.drafted[name], self.anchors[name] = (ids, confidence.clone()), block.token
         return got
 
 

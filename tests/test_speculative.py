@@ -64,10 +64,9 @@ def require_bits(mode: str) -> None:
 def check_episodes(mode: str, gamma: int, episodes: Sequence[tuple[int, int]], seed: int) -> None:
     """(start, drafts) as requests of one engine, each with a first block at `start` and some that follow."""
     texts = serial(mode)
-    known, watch = Known(texts), Watch(mode, texts)
-    proposer = oracle(mode, gamma, known)
+    watch, recorder = Watch(mode, texts), Recorder(oracle(mode, gamma, Known(texts)))
     engine = watched(
-        mode, proposer, look=watch, start=from_text(texts), seed=seed, requests=min(len(episodes), 160), prefix_points=0
+        mode, recorder, look=watch, start=from_text(texts), seed=seed, requests=min(len(episodes), 160), prefix_points=0
     )
     calls = [
         text_call(texts[TEXTS[i % len(TEXTS)]], start, gamma + 6, drafts) for i, (start, drafts) in enumerate(episodes)
@@ -76,7 +75,11 @@ def check_episodes(mode: str, gamma: int, episodes: Sequence[tuple[int, int]], s
     assert watch.fault == ""
     for call, result in zip(calls, results, strict=True):
         assert result == wanted(texts[call.prompt[0]], call), (len(call.prompt), call.params.seed)
-    assert proposer.proposed > 0
+    assert {number for number, _ in recorder.drafted} == set(range(len(calls)))
+    for (number, position), token in recorder.anchors.items():
+        assert texts[calls[number].prompt[0]].tokens[position] == token, (
+            "an anchor is the newest token, where it stands"
+        )
 
 
 def forced(gamma: int) -> list[int]:
@@ -233,14 +236,15 @@ def test_chunked_prefill_drafts_as_one_shot(mode: str, rows: int) -> None:
 
 @pytest.mark.parametrize(("mode", "shared"), [("float64", 128), ("float32", 256)])
 def test_a_prefix_hit_drafts_as_a_cold_run(mode: str, shared: int) -> None:
-    """Drafts and confidences of the very first block on; the pages of the drafter's context were noise before. The
-    one that published the prefix drafted, was partly rejected, and is gone."""
+    """Drafts and confidences of the very first block on, whose window lies in the prefix but for 1, 3, or no rows; its
+    pages were noise before. The one that published the prefix drafted, was partly rejected, and is gone."""
     require_bits(mode)
     prompt = long_prompt()
-    calls = [Call(prompt[: shared + 1], SamplingParams(6)), Call(prompt, SamplingParams(9), step=300)]
+    calls = [Call(prompt[: shared + 1], SamplingParams(6))]
+    calls += [Call(prompt[: shared + rest], SamplingParams(9), step=30 * rest) for rest in (1, 3, 40)]
     want, cold, _ = drafts_of(mode, calls, prefill_rows=320, prefix_points=0)
     got, warm, engine = drafts_of(mode, calls, prefill_rows=320, prefix_points=8)
-    assert engine.metrics()["prefix"] == {"hits": 1, "tokens": shared}
+    assert engine.metrics()["prefix"] == {"hits": 3, "tokens": 3 * shared}
     assert got == want
     assert same_drafts(warm.drafted, cold.drafted, mode) == ""
 
