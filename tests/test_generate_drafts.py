@@ -114,7 +114,9 @@ def test_a_calibration_beside_the_checkpoint_is_used_where_confidence_matters(fo
 
     assert drafting("--verify", "threshold:0.3").temperatures == (2.0,) * 5
     assert drafting().temperatures is None and drafting("--gamma", "3").temperatures is None
-    assert drafting("--verify", "lagged").arguments(object())["temperatures"] == (2.0,) * 5
+    given = drafting("--verify", "lagged", "--temperature", "1", "--point-drafts").arguments(object())
+    assert given["temperatures"] == (2.0,) * 5 and given["point_drafts"] is True
+    assert given["verify"].kind == "lagged" and drafting().arguments(None) == {}
     assert generate.main([*more, "--verify", "lagged", "--gamma", "3"]) == 2
     assert "is for gamma 5, asked for is 3" in capsys.readouterr().err
 

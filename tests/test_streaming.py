@@ -237,7 +237,7 @@ def drafting_engine(requests: list) -> tuple[Engine, list[list[int]]]:
     return Engine(model, requests=4, max_context=128, proposer=oracle), want
 
 
-BLOCKS = [([5, 6, 7], SamplingParams(23)), ([9, 4], SamplingParams(16)), ([30] * 9, SamplingParams(20))]
+BLOCKS = [([5, 6, 7], SamplingParams(23)), ([9, 4], SamplingParams(16)), ([30] * 9, SamplingParams(40))]
 
 
 def test_tokens_that_come_together_are_given_out_one_by_one() -> None:
@@ -259,8 +259,18 @@ def test_a_consumer_may_leave_in_the_middle_of_a_block() -> None:
     """Its request ends, the tokens of the block that it had not taken go nowhere, and the others keep theirs."""
 
     async def work(engine: Engine, want: list[list[int]]) -> None:
+        step, ends = engine.step, {}
+
+        def noted() -> list[Event]:
+            events = step()
+            ends.update({event.request_id: event.finish_reason for event in events if event.finish_reason})
+            return events
+
+        engine.step = noted  # type: ignore[method-assign]
         async with Streams(engine) as streams:
             tasks = [asyncio.create_task(collect(streams, *request)) for request in BLOCKS[:2]]
+            # Both have asked before the third does, so that each has the seat that its drafts are known for.
+            await asyncio.sleep(0)
             stream = streams.generate(*BLOCKS[2])
             # The first comes alone, with its prompt; then two of the five of a block.
             assert [await anext(stream) for _ in range(3)] == want[2][:3]
@@ -270,7 +280,7 @@ def test_a_consumer_may_leave_in_the_middle_of_a_block() -> None:
             assert await asyncio.gather(*tasks) == want[:2]
             while engine.active:
                 await asyncio.sleep(0.01)
-            assert not engine.requests
+            assert not engine.requests and ends == {0: "length", 1: "length", 2: "cancelled"}
             engine.caches.check_integrity()
 
     go(work(*drafting_engine(BLOCKS)))
