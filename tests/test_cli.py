@@ -82,6 +82,7 @@ def test_verbs_are_frozen():
         "doctor",
         "checkpoint",
         "convert",
+        "calibrate",
         "make-sample",
         "plan",
         "fixture",
