@@ -16,8 +16,11 @@ from ..parallel.topology import Topology
 REQUESTS, DRAFTS, PREFILL_ROWS = 64, 7, 8192
 """Requests and prefill rows of a tensor group; drafts of a request."""
 
-RECORD_HEADER = 3
-"""Numbers of an agreement record before the pair (token, finish) of each slot."""
+RECORD_HEADER, RECORD_SLOT = 7, 5 + (1 + DRAFTS) + 2 * DRAFTS
+"""Numbers of an agreement record: before the slots, and of each: five, then tokens, drafts and survivals."""
+
+NAME_LANES = 12
+"""Lanes of a context row's name: slot, generation and position in int64."""
 
 PAYLOADS = {"swa": ("kv",), "hca": ("hca",), "csa": ("csa-aux", "csa-main")}
 """Kind of attention -> what its layers gather, in order."""
@@ -62,7 +65,7 @@ def exchanges(preset: str, config: V4Config, topology: Topology) -> tuple[Planne
 def _decode(config: V4Config, topology: Topology) -> Iterator[Planned]:
     requests = even_band(REQUESTS, topology.tp)
     rows = requests * (1 + DRAFTS)
-    yield Planned("agreement", "control", "world", 1, RECORD_HEADER + 2 * requests, "int64", 1)
+    yield Planned("agreement", "control", "world", 1, RECORD_HEADER + RECORD_SLOT * requests, "int64", 1)
     yield from _gathers(config, rows, config.kinds)
     yield from _publish(config, topology, rows, config.num_hidden_layers)
     yield from _experts(config, rows, config.num_hidden_layers)
@@ -74,7 +77,7 @@ def _prefill(config: V4Config, topology: Topology) -> Iterator[Planned]:
     rows, requests = even_band(PREFILL_ROWS, topology.tp), even_band(REQUESTS, topology.tp)
     own = config.o_groups // topology.tp * config.o_lora_rank
     layers = config.num_hidden_layers
-    yield Planned("agreement", "control", "world", 1, RECORD_HEADER + 2 * requests, "int64", 1)
+    yield Planned("agreement", "control", "world", 1, RECORD_HEADER + RECORD_SLOT * requests, "int64", 1)
     yield from _gathers(config, rows, config.kinds)
     yield Planned("weights wo_a", "all-gather", "tp", own, config.group_columns, "bfloat16", layers)
     yield Planned("weights wo_b", "all-gather", "tp", config.hidden_size, own, "int8", layers)
@@ -83,13 +86,14 @@ def _prefill(config: V4Config, topology: Topology) -> Iterator[Planned]:
 
 
 def _draft(config: V4Config, topology: Topology) -> Iterator[Planned]:
-    """Stages are window layers. Each gathers the key rows of the step's accepted rows, then those of its queries."""
+    """Context rows of the whole step go to the group in one gather, all stages' keys and a name; then a slab of blocks
+    runs through the stages, which are window layers that gather nothing."""
     stages = len(config.draft_ratios)
     requests = even_band(REQUESTS, topology.tp)
-    rows = requests * DRAFTS
-    yield Planned("gather context kv", "kv", "tp", requests * (1 + DRAFTS), config.head_dim, "bfloat16", stages)
-    yield Planned("gather query kv", "kv", "tp", rows, config.head_dim, "bfloat16", stages)
-    yield from _publish(config, topology, rows, stages)
+    rows, columns = requests * DRAFTS, stages * config.head_dim + NAME_LANES
+    yield Planned("gather context rows", "all-gather", "tp", requests * (1 + DRAFTS), columns, "bfloat16", 1)
+    # A block has room for a row more than it has where its ranks exchange heads.
+    yield from _publish(config, topology, requests * (DRAFTS + 1), stages)
     yield from _experts(config, rows, stages)
     yield from _head(config, topology, rows)
 

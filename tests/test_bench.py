@@ -11,6 +11,11 @@ import torch
 
 from meshspark.benchmarks import collectives, driver, exchanges, presets, routed, routes
 from meshspark.benchmarks.driver import COPY, Call, Exchange, Loop, Origin
+from meshspark.launch.engine import HEADER
+from meshspark.launch.telling import told_length
+from meshspark.models.dspark.context import draft_payload
+from meshspark.models.dspark.shape import DraftShape
+from meshspark.models.numerics import numerics
 from meshspark.models.v4.config import flash, flash_dspark
 from meshspark.parallel.errors import TransportError
 from meshspark.parallel.groups import Groups
@@ -271,7 +276,7 @@ DECODE = {
 def test_decode_preset_at_the_deployment_point():
     found = {p.name: p for p in presets.exchanges("decode", flash(), Topology(16, 4, 16))}
     agreement = found.pop("agreement")
-    assert (agreement.rows, agreement.columns, agreement.calls) == (1, 3 + 2 * 16, 1)
+    assert (agreement.rows, agreement.columns, agreement.calls) == (1, len(HEADER) + 16 * told_length(7), 1)
     assert list(found) == list(DECODE)
     for name, (calls, size, again) in DECODE.items():
         assert (found[name].calls, found[name].rows * found[name].row_bytes) == (calls, size) == (calls, again), name
@@ -295,8 +300,11 @@ def test_prefill_preset_gathers_weights():
 
 def test_draft_preset_follows_the_stages():
     found = {p.name: p for p in presets.exchanges("draft", flash_dspark(), Topology(16, 4, 16))}
+    context = found.pop("gather context rows")
     assert {p.calls for name, p in found.items() if name not in ("gather asked", "logits")} == {3}
-    assert (found["gather context kv"].rows, found["gather query kv"].rows) == (128, 112)
+    width = draft_payload(flash_dspark(), numerics("w8a8")).width
+    assert (context.rows, context.columns, context.calls) == (128, width, 1)
+    assert found["publish heads"].rows == 16 * DraftShape(7, 7, 16).padded_rows
     assert found["dispatch"].rows == found["logits"].rows == 112
 
 
