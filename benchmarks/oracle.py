@@ -13,7 +13,7 @@ import torch
 
 from ..models.dspark.draft import Choose, Drafts, choose_greedy
 from ..models.dspark.plan import DraftBlock
-from ..models.dspark.proposer import KeptRows, Proposer, Room
+from ..models.dspark.proposer import Anchors, KeptRows, Proposer, Room
 from ..models.uniforms import uniforms
 from ..models.v4.caches import Caches
 from ..models.v4.model import Tap
@@ -75,23 +75,16 @@ class OracleProposer:
             self.inner.keep(rows, taps, caches)
 
     def propose(
-        self,
-        blocks: Sequence[DraftBlock],
-        last_rows: Sequence[int],
-        taps: Mapping[Tap, torch.Tensor],
-        caches: Caches,
-        room: Room,
-        *,
-        choose: Choose = choose_greedy,
-        keep_logits: bool = False,
+        self, anchors: Anchors, caches: Caches, *, choose: Choose = choose_greedy, keep_logits: bool = False
     ) -> Drafts:
         """The known tokens behind each anchor, wrong ones among them: certain ones, that `choose` has not drawn."""
+        blocks = anchors.blocks
         self.blocks += len(blocks)
-        self.steps.append(room)
+        self.steps.append(anchors.room)
         shape = (len(blocks), self.gamma)
         beside = Drafts(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), None)
         if self.inner is not None:
-            beside = self.inner.propose(blocks, last_rows, taps, caches, room)
+            beside = self.inner.propose(anchors, caches)
         ids = [
             [self._draft(block, number, int(beside.ids[place, number])) for number in range(self.gamma)]
             for place, block in enumerate(blocks)

@@ -13,8 +13,7 @@ from ..layouts.rows import RequestRows
 from ..models.checkpoint.synthetic import random_weights
 from ..models.dspark.draft import Choose, Drafts, choose_greedy
 from ..models.dspark.drafter import Drafter, make_drafter
-from ..models.dspark.plan import DraftBlock
-from ..models.dspark.proposer import DSparkProposer, KeptRows, Room
+from ..models.dspark.proposer import Anchors, Beside, DSparkProposer, KeptRows
 from ..models.dspark.step import target
 from ..models.request import RequestState, SamplingParams
 from ..models.v4.caches import Caches
@@ -41,49 +40,24 @@ def drafted_config(config: V4Config) -> V4Config:
 
 
 @dataclass
-class Rejected:
+class Rejected(Beside):
     """A drafter whose every draft is moved to the next id, so that the target does not take it. again: makes the calls
     of the last step once more, with a plain choice, as a drafter alone would."""
 
-    inner: DSparkProposer
     vocab: int
     again: list[Callable[[], object]] = field(default_factory=list)
 
-    @property
-    def gamma(self) -> int:
-        return self.inner.gamma
-
-    @property
-    def stages(self) -> int:
-        return self.inner.stages
-
-    @property
-    def taps(self) -> tuple[Tap, ...]:
-        return self.inner.taps
-
-    @property
-    def pins_prompt_end(self) -> bool:
-        return False
-
     def keep(self, rows: KeptRows, taps: Mapping[Tap, torch.Tensor], caches: Caches) -> None:
         """As the drafter does."""
-        self.inner.keep(rows, taps, caches)
+        super().keep(rows, taps, caches)
         self.again = [partial(self.inner.keep, rows, taps, caches)]
 
     def propose(
-        self,
-        blocks: Sequence[DraftBlock],
-        last_rows: Sequence[int],
-        taps: Mapping[Tap, torch.Tensor],
-        caches: Caches,
-        room: Room,
-        *,
-        choose: Choose = choose_greedy,
-        keep_logits: bool = False,
+        self, anchors: Anchors, caches: Caches, *, choose: Choose = choose_greedy, keep_logits: bool = False
     ) -> Drafts:
         """The drafter's, moved."""
-        drafts = self.inner.propose(blocks, last_rows, taps, caches, room, choose=choose, keep_logits=keep_logits)
-        self.again.append(partial(self.inner.propose, blocks, last_rows, taps, caches, room))
+        drafts = super().propose(anchors, caches, choose=choose, keep_logits=keep_logits)
+        self.again.append(partial(self.inner.propose, anchors, caches))
         return replace(drafts, ids=(drafts.ids + 1) % self.vocab)
 
 

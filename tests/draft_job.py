@@ -31,15 +31,15 @@ def _job(groups: Groups) -> None:
     inner, steps = real_proposer("float32", 5, groups), []
 
     class Failing(type(inner)):  # type: ignore[misc]
-        def propose(self, blocks: Sequence[Any], *args: Any, choose: Choose, **kwargs: Any) -> Any:
-            steps.extend(blocks[:1])
+        def propose(self, anchors: Any, *args: Any, choose: Choose, **kwargs: Any) -> Any:
+            steps.extend(anchors.blocks[:1])
 
             def fail(logits_BV: torch.Tensor, draft: int, own: range) -> torch.Tensor:
                 if groups.rank == FAILS and len(steps) > AFTER:
                     raise RuntimeError("no more ink")
                 return choose(logits_BV, draft, own)
 
-            return super().propose(blocks, *args, choose=fail, **kwargs)
+            return super().propose(anchors, *args, choose=fail, **kwargs)
 
     model = rank_model("float32", groups)[0]
     with named_stage("step", lambda: inner.drafter.clock.current or model.clock.current):

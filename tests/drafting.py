@@ -28,14 +28,13 @@ from meshspark.models.checkpoint.share import shard_weights
 from meshspark.models.checkpoint.synthetic import random_weights
 from meshspark.models.dspark.draft import Choose, Drafts, choose_greedy
 from meshspark.models.dspark.drafter import make_drafter
-from meshspark.models.dspark.plan import DraftBlock
-from meshspark.models.dspark.proposer import DSparkProposer, KeptRows, Proposer, Room
+from meshspark.models.dspark.proposer import Anchors, Beside, DSparkProposer, Proposer
 from meshspark.models.dspark.shape import DraftShape
 from meshspark.models.numerics import numerics
 from meshspark.models.request import RequestState, SamplingParams
 from meshspark.models.v4.caches import Caches, poison
 from meshspark.models.v4.config import tiny_dspark
-from meshspark.models.v4.model import Model, Tap
+from meshspark.models.v4.model import Model
 from meshspark.parallel.groups import Groups
 
 TEXTS = (5, 100)
@@ -334,48 +333,20 @@ def agree(got: torch.Tensor, want: torch.Tensor, mode: str) -> bool:
 
 
 @dataclass
-class Recorder:
+class Recorder(Beside):
     """A proposer that remembers what it drafted, by request and position of the anchor: ids and confidences, and the
     anchor's token."""
 
-    inner: Proposer
     engine: Watched | None = None
     anchors: dict[tuple[int, int], int] = field(default_factory=dict)
     drafted: dict[tuple[int, int], tuple[list[int], torch.Tensor]] = field(default_factory=dict)
 
-    @property
-    def gamma(self) -> int:
-        return self.inner.gamma
-
-    @property
-    def stages(self) -> int:
-        return self.inner.stages
-
-    @property
-    def taps(self) -> tuple[Tap, ...]:
-        return self.inner.taps
-
-    @property
-    def pins_prompt_end(self) -> bool:
-        return self.inner.pins_prompt_end
-
-    def keep(self, rows: KeptRows, taps: Mapping[Tap, torch.Tensor], caches: Caches) -> None:
-        self.inner.keep(rows, taps, caches)
-
     def propose(
-        self,
-        blocks: Sequence[DraftBlock],
-        last_rows: Sequence[int],
-        taps: Mapping[Tap, torch.Tensor],
-        caches: Caches,
-        room: Room,
-        *,
-        choose: Choose = choose_greedy,
-        keep_logits: bool = False,
+        self, anchors: Anchors, caches: Caches, *, choose: Choose = choose_greedy, keep_logits: bool = False
     ) -> Drafts:
-        got = self.inner.propose(blocks, last_rows, taps, caches, room, choose=choose, keep_logits=keep_logits)
+        got = super().propose(anchors, caches, choose=choose, keep_logits=keep_logits)
         assert self.engine is not None
-        for block, ids, confidence in zip(blocks, got.ids.tolist(), got.confidence, strict=True):
+        for block, ids, confidence in zip(anchors.blocks, got.ids.tolist(), got.confidence, strict=True):
             name = self.engine.request_of(block.slot).request_id, block.position
             assert name not in self.drafted, "an anchor is drafted for once"
             self.drafted[name], self.anchors[name] = (ids, confidence.clone()), block.token

@@ -14,7 +14,7 @@ from naive_mtp import NaiveMtp, naive_mtp
 from meshspark.models.dspark.draft import Drafts
 from meshspark.models.dspark.mtp import MtpLayer, MtpProposer, make_mtp, mtp_shape
 from meshspark.models.dspark.plan import DraftBlock
-from meshspark.models.dspark.proposer import KeptRows, Room
+from meshspark.models.dspark.proposer import Anchors, KeptRows, Room
 from meshspark.models.matrix import held_matrix
 from meshspark.models.numerics import numerics
 from meshspark.models.v4.caches import Caches, poison
@@ -128,7 +128,7 @@ class Scene:
         blocks = [DraftBlock(a.slot, a.position, text_of(a.request)[a.position]) for a in anchors]
         room = Room((len(blocks),), len(blocks)) if room is None else room
         with torch.no_grad():
-            return self.proposer.propose(blocks, rows, self.taps(streams), self.caches, room, keep_logits=True)
+            return self.proposer.propose(Anchors(blocks, rows, self.taps(streams), room), self.caches, keep_logits=True)
 
     def context(self, slot: int, length: int) -> torch.Tensor:
         """The keys that are kept of the window before an anchor there."""

@@ -21,7 +21,7 @@ from meshspark.models.dspark import mtp
 from meshspark.models.dspark.draft import Drafts
 from meshspark.models.dspark.mtp import MtpProposer, make_mtp
 from meshspark.models.dspark.plan import DraftBlock
-from meshspark.models.dspark.proposer import KeptRows, Room
+from meshspark.models.dspark.proposer import Anchors, KeptRows, Room
 from meshspark.models.numerics import FLOAT64, numerics
 from meshspark.models.request import SamplingParams
 from meshspark.models.selfcheck import row_independence
@@ -60,7 +60,8 @@ def check_target() -> None:
             proposer.keep(KeptRows(*same, position, after), taps, caches)
             start += count
             block = DraftBlock(2, start, tokens[start])
-            got = proposer.propose([block], [count - 1], taps, caches, Room((1,), 1), keep_logits=True)
+            anchors = Anchors([block], [count - 1], taps, Room((1,), 1))
+            got = proposer.propose(anchors, caches, keep_logits=True)
         caches.commit(2, tokens, start)
     streams = naive_forward(config, dict(weights), tokens[:start]).streams[-1]
     want = naive_mtp(config, dict(weights), streams, tokens[: start + 1])
@@ -82,10 +83,10 @@ class Noting(MtpProposer):
     seen: dict[tuple[int, int], int] = field(default_factory=dict)
     odds: dict[int, float] = field(default_factory=dict)
 
-    def propose(self, blocks: Sequence[DraftBlock], *args: Any, **kwargs: Any) -> Drafts:
-        got = super().propose(blocks, *args, **kwargs)
+    def propose(self, anchors: Anchors, *args: Any, **kwargs: Any) -> Drafts:
+        got = super().propose(anchors, *args, **kwargs)
         ids = got.ids.clone()
-        for number, block in enumerate(blocks):
+        for number, block in enumerate(anchors.blocks):
             self.seen[block.slot, block.position] = int(ids[number, 0])
             self.odds[block.position] = float(got.confidence[number, 0])
             text = self.known.get(block.slot, [])

@@ -230,10 +230,11 @@ class Recorded:
         self.inner.keep(rows, taps, caches)
         self.steps.append([len(rows.slot_T), None, 0, _records(self.ledger, begin)])
 
-    def propose(self, blocks, last_rows, taps, caches, room, **options) -> Any:
+    def propose(self, anchors, caches, **options) -> Any:
         begin = len(self.ledger)
-        drafts = self.inner.propose(blocks, last_rows, taps, caches, room, **options)
-        self.steps[-1][1:3] = [[list(room.blocks), room.most], len(blocks)]
+        drafts = self.inner.propose(anchors, caches, **options)
+        room = anchors.room
+        self.steps[-1][1:3] = [[list(room.blocks), room.most], len(anchors.blocks)]
         self.steps[-1][3] += _records(self.ledger, begin)
         return drafts
 

@@ -1,6 +1,6 @@
 """The check that nothing a drafter quantised was NaN or infinite: INT8 codes and clamps could hide it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +9,7 @@ from ..int8.finite import require_finite
 from ..v4.caches import Caches
 from ..v4.model import Tap
 from .draft import Choose, Drafts, choose_greedy
-from .plan import DraftBlock
-from .proposer import KeptRows, Proposer, Room
+from .proposer import Anchors, Beside, KeptRows
 
 
 class DraftScales:
@@ -29,46 +28,21 @@ class DraftScales:
         require_finite(kept)
 
 
-@dataclass(frozen=True)
-class FiniteProposer:
+@dataclass
+class FiniteProposer(Beside):
     """A proposer, and the Watch that its drafter was made with: checked once a step, when drafts are there."""
 
-    inner: Proposer
     scales: DraftScales
-
-    @property
-    def gamma(self) -> int:
-        return self.inner.gamma
-
-    @property
-    def stages(self) -> int:
-        return self.inner.stages
-
-    @property
-    def taps(self) -> tuple[Tap, ...]:
-        return self.inner.taps
-
-    @property
-    def pins_prompt_end(self) -> bool:
-        return self.inner.pins_prompt_end
 
     def keep(self, rows: KeptRows, taps: Mapping[Tap, torch.Tensor], caches: Caches) -> None:
         """As the inner one, with its check: a step may keep rows and draft nothing."""
-        self.inner.keep(rows, taps, caches)
+        super().keep(rows, taps, caches)
         self.scales.check()
 
     def propose(
-        self,
-        blocks: Sequence[DraftBlock],
-        last_rows: Sequence[int],
-        taps: Mapping[Tap, torch.Tensor],
-        caches: Caches,
-        room: Room,
-        *,
-        choose: Choose = choose_greedy,
-        keep_logits: bool = False,
+        self, anchors: Anchors, caches: Caches, *, choose: Choose = choose_greedy, keep_logits: bool = False
     ) -> Drafts:
         """As the inner one. NonFiniteActivation where a row of this rank's part was not finite."""
-        drafts = self.inner.propose(blocks, last_rows, taps, caches, room, choose=choose, keep_logits=keep_logits)
+        drafts = super().propose(anchors, caches, choose=choose, keep_logits=keep_logits)
         self.scales.check()
         return drafts

@@ -6,7 +6,7 @@ Its key depends on nothing but its own streams and that token, so it is final on
 Letters: T rows, h streams, H hidden, B blocks, V vocabulary, D head dim.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,9 +25,9 @@ from .context import draft_pool, name_rows, write_context
 from .draft import Choose, Drafts, choose_greedy, join_slabs
 from .drafter import DraftNet, make_net
 from .heads import base_logits
-from .plan import DraftBlock, Slab, plan_draft, slabs_needed
+from .plan import Slab, plan_draft, slabs_needed
 from .projector import stage_keys
-from .proposer import KeptRows, Room
+from .proposer import Anchors, KeptRows
 from .shape import SLAB_BLOCKS, DraftShape
 from .stage import attention_input, read_blocks
 from .weights import NetWeights, net_weights
@@ -177,29 +177,21 @@ class MtpProposer:
         write_context(keys_MTD, names_T3, draft_pool(caches), self.layer)
 
     def propose(
-        self,
-        blocks: Sequence[DraftBlock],
-        last_rows: Sequence[int],
-        taps: Mapping[Tap, torch.Tensor],
-        caches: Caches,
-        room: Room,
-        *,
-        choose: Choose = choose_greedy,
-        keep_logits: bool = False,
+        self, anchors: Anchors, caches: Caches, *, choose: Choose = choose_greedy, keep_logits: bool = False
     ) -> Drafts:
         """One draft behind each anchor, from the row before it and the context that is kept.
 
         Confidence is `draft_odds`. RuntimeError where a row before an anchor is another rank's.
         """
-        away = [block for block, row in zip(blocks, last_rows, strict=True) if row < 0]
+        away = [block for block, row in zip(anchors.blocks, anchors.last_rows, strict=True) if row < 0]
         if away:
             raise RuntimeError(
                 f"the row before position {away[0].position} of request slot {away[0].slot} is not in its owner's band"
             )
-        layer, pool, streams_ThH = self.layer, draft_pool(caches), taps[self.taps[0]]
+        layer, pool, room, streams_ThH = self.layer, draft_pool(caches), anchors.room, anchors.taps[self.taps[0]]
         slabs = slabs_needed(room.most, layer.shape)
-        plan = plan_draft(blocks, layer, pool.table, slabs=slabs, bounds=room.blocks).to(layer.embed.device)
-        row_B = index_tensor(np.array(last_rows, dtype=np.int64), streams_ThH.device)
+        plan = plan_draft(anchors.blocks, layer, pool.table, slabs=slabs, bounds=room.blocks).to(layer.embed.device)
+        row_B = index_tensor(np.array(anchors.last_rows, dtype=np.int64), streams_ThH.device)
         parts = []
         for slab in plan.slabs:
             before_BhH = streams_ThH[row_B[slab.first : slab.first + slab.blocks]]

@@ -42,6 +42,20 @@ class Room:
     most: int
 
 
+@dataclass(frozen=True)
+class Anchors:
+    """Behind what this rank drafts at the end of a step: its blocks, maybe none.
+
+    last_rows: where in this rank's band the row before each anchor stands, -1 where it is another rank's. taps: of that
+    band, as the proposer wanted them.
+    """
+
+    blocks: Sequence[DraftBlock]
+    last_rows: Sequence[int]
+    taps: Mapping[Tap, torch.Tensor]
+    room: Room
+
+
 class Proposer(Protocol):
     """Keeps what it needs of accepted rows, and drafts behind anchors.
 
@@ -68,20 +82,9 @@ class Proposer(Protocol):
         """Take what later drafts need of the rows that are kept. Mutates the caches' pool of context rows."""
 
     def propose(
-        self,
-        blocks: Sequence[DraftBlock],
-        last_rows: Sequence[int],
-        taps: Mapping[Tap, torch.Tensor],
-        caches: Caches,
-        room: Room,
-        *,
-        choose: Choose = choose_greedy,
-        keep_logits: bool = False,
+        self, anchors: Anchors, caches: Caches, *, choose: Choose = choose_greedy, keep_logits: bool = False
     ) -> Drafts:
-        """Drafts behind the anchors of this rank's blocks, in their order.
-
-        last_rows: where in this rank's band the row before each anchor stands, -1 where it is another rank's.
-        """
+        """Drafts behind the anchors, in the order of their blocks; keep_logits: with what they were chosen from."""
 
 
 @dataclass(frozen=True)
@@ -116,18 +119,43 @@ class DSparkProposer:
         write_context(keys_MTD, names_T3, draft_pool(caches), self.drafter)
 
     def propose(
-        self,
-        blocks: Sequence[DraftBlock],
-        last_rows: Sequence[int],
-        taps: Mapping[Tap, torch.Tensor],
-        caches: Caches,
-        room: Room,
-        *,
-        choose: Choose = choose_greedy,
-        keep_logits: bool = False,
+        self, anchors: Anchors, caches: Caches, *, choose: Choose = choose_greedy, keep_logits: bool = False
     ) -> Drafts:
         """Drafts from the context that is kept; taps and last_rows are not needed any more."""
-        pool = draft_pool(caches)
+        pool, room = draft_pool(caches), anchors.room
         slabs = slabs_needed(room.most, self.drafter.shape)
-        plan = plan_draft(blocks, self.drafter, pool.table, slabs=slabs, bounds=room.blocks)
+        plan = plan_draft(anchors.blocks, self.drafter, pool.table, slabs=slabs, bounds=room.blocks)
         return draft(plan, self.drafter, pool.keys_MSD, choose=choose, keep_logits=keep_logits)
+
+
+@dataclass
+class Beside:
+    """A proposer that is another one in everything that it does not do itself."""
+
+    inner: Proposer
+
+    @property
+    def gamma(self) -> int:
+        return self.inner.gamma
+
+    @property
+    def stages(self) -> int:
+        return self.inner.stages
+
+    @property
+    def taps(self) -> tuple[Tap, ...]:
+        return self.inner.taps
+
+    @property
+    def pins_prompt_end(self) -> bool:
+        return self.inner.pins_prompt_end
+
+    def keep(self, rows: KeptRows, taps: Mapping[Tap, torch.Tensor], caches: Caches) -> None:
+        """As the inner one."""
+        self.inner.keep(rows, taps, caches)
+
+    def propose(
+        self, anchors: Anchors, caches: Caches, *, choose: Choose = choose_greedy, keep_logits: bool = False
+    ) -> Drafts:
+        """As the inner one."""
+        return self.inner.propose(anchors, caches, choose=choose, keep_logits=keep_logits)

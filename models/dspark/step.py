@@ -24,7 +24,7 @@ from ..v4.model import Model, StepOutput
 from .choice import DraftChoice, decide
 from .draft import Drafts
 from .plan import DraftBlock
-from .proposer import KeptRows, Proposer, Room
+from .proposer import Anchors, KeptRows, Proposer, Room
 from .schedule import to_fixed
 
 
@@ -219,7 +219,7 @@ def draft(
         assert not blocks, "room was agreed for less than there is"
         return list(turns)
     choose = DraftChoice([(turn.state, turn.tokens) for turn in going], decoder.processors, decoder.point)
-    drafts = proposer.propose(blocks, last, output.taps, decoder.caches, room, choose=choose)
+    drafts = proposer.propose(Anchors(blocks, last, output.taps, room), decoder.caches, choose=choose)
     return _with_drafts(turns, going, drafts, choose, decoder)
 
 
