@@ -222,7 +222,9 @@ class Known(Mapping[int, Sequence[int]]):
         self.engine: Watched | None = None
 
     def _request(self, slot: int) -> Request:
-        assert self.engine is not None
+        # An engine that times its steps when it is made has no requests.
+        if self.engine is None:
+            raise KeyError(slot)
         return self.engine.request_of(slot)
 
     def __getitem__(self, slot: int) -> Sequence[int]:
@@ -239,12 +241,13 @@ class Known(Mapping[int, Sequence[int]]):
 
     def right(self, slot: int, anchor: int, number: int) -> bool | None:
         """As the request's seed says. Where drafts of a block are right up to one, those behind it are right again."""
+        if self.engine is None:
+            return None
         request = self._request(slot)
         kind = request.params.seed
         if kind in (NATURAL, RIGHT, WRONG):
             return {NATURAL: None, RIGHT: True, WRONG: False}[kind]
         first = kind - FORCED
-        assert self.engine is not None
         later = (anchor * 7 + first) % (self.engine.decoder.gamma + 1)
         return number != (first if anchor == len(request.prompt) else later)
 
@@ -345,8 +348,8 @@ class Recorder(Beside):
         self, anchors: Anchors, caches: Caches, *, choose: Choose = choose_greedy, keep_logits: bool = False
     ) -> Drafts:
         got = super().propose(anchors, caches, choose=choose, keep_logits=keep_logits)
-        assert self.engine is not None
         for block, ids, confidence in zip(anchors.blocks, got.ids.tolist(), got.confidence, strict=True):
+            assert self.engine is not None
             name = self.engine.request_of(block.slot).request_id, block.position
             assert name not in self.drafted, "an anchor is drafted for once"
             self.drafted[name], self.anchors[name] = (ids, confidence.clone()), block.token
