@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..launch.engine import Engine
+from ..models.dspark.costs import CostTable
 from ..models.dspark.schedule import VERIFY_ALL, Verification
 from ..models.request import SamplingParams
 from ..models.v4.model import Model
@@ -35,10 +36,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Turns:
-    """By side, tokens and seconds of each round."""
+    """By side, tokens and seconds of each round, and the cost table of those that have one."""
 
     tokens: Mapping[str, list[int]]
     seconds: Mapping[str, list[float]]
+    tables: Mapping[str, CostTable]
 
     def rate(self, name: str) -> float:
         """Tokens/s over all rounds."""
@@ -104,7 +106,7 @@ def take_turns(model: Model, text: Text, sides: Sequence[Side], *, rounds: int, 
                 raise RuntimeError(f"{name}: the known text of {new_tokens} tokens is too short for {rounds} rounds")
     for engine in engines.values():
         _end(engine)
-    return Turns(tokens, seconds)
+    return Turns(tokens, seconds, {name: each.table for name, each in engines.items() if each.table is not None})
 
 
 def make_engine(model: Model, text: Text, side: Side) -> Engine:

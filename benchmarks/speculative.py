@@ -182,6 +182,7 @@ def _turns(plan: Plan, model: Model, batch: int, seed: int) -> list[dict[str, An
             "over_plain": median,
             "over_plain_min": least,
             "over_plain_max": most,
+            "step_costs": found.tables[side.name].encode() if side.name in found.tables else None,
         })  # fmt: skip
     if plan.case == "widths":
         best = max((row for row in rows if row["verify"] == "all"), key=lambda row: row["tokens_per_s"])

@@ -62,7 +62,8 @@ class Decoder:
 class Told:
     """An owner's decisions about one request in one step.
 
-    tokens: those emitted, the end token included, -1 last where its logits were not finite. finish: why the request
+    tokens: those emitted, the end token included, -1 last where its logits were not finite; none where a verification
+    has to be made again without drafts. finish: why the request
     ended with the last of them. width: rows that were verified for them. drafts: of the tokens behind the last one, and
     their survivals in fixed point.
     """
@@ -86,13 +87,15 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class _Turn:
-    """An owned request whose rows were asked: its state, its rows, and what comes of them."""
+    """An owned request whose rows were asked: its state, its rows, and what comes of them. spoiled: its last token was
+    not decided, for a row was not finite."""
 
     state: RequestState
     rows: RequestRows
     index: int
     tokens: tuple[int, ...]
     finish: str | None
+    spoiled: bool = False
     drafts: tuple[int, ...] = ()
     survivals: tuple[int, ...] = ()
 
@@ -167,10 +170,14 @@ def accept(
     chosen = decide(found, [states[index] for index in owned], [rows[index] for index in owned], decoder.processors)
     turns = []
     for index, tokens in zip(owned, chosen, strict=True):
-        shown, finish = emit(states[index], tokens)
-        if decoder.judge is not None and rows[index].kind == "verify":
+        verified = rows[index].kind == "verify"
+        # Rows of a tile share products: a draft's row that is not finite spoils those before it. So the newest token
+        # runs once more, alone, and that tells.
+        spoiled = verified and tokens[-1] < 0
+        shown, finish = emit(states[index], tokens[:-1] if spoiled else tokens)
+        if decoder.judge is not None and verified and not spoiled:
             decoder.judge(Judged(states[index].confidences, len(tokens) - 1, len(rows[index].tokens)))
-        turns.append(_Turn(states[index], rows[index], index, shown, finish))
+        turns.append(_Turn(states[index], rows[index], index, shown, finish, spoiled))
     return turns
 
 
@@ -226,7 +233,7 @@ def draft(
 def _may_draft(turn: _Turn) -> bool:
     state = turn.state
     room = state.limit - len(state.tokens) - len(turn.tokens)
-    return turn.finish is None and state.params.draft and room >= 2
+    return turn.finish is None and not turn.spoiled and state.params.draft and room >= 2
 
 
 def _band_rows(plan: RowPlan) -> dict[tuple[int, int], int]:
