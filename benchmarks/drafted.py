@@ -10,6 +10,7 @@ from ..models.dspark.costs import CostTable
 from ..models.dspark.schedule import VERIFY_ALL, Verification
 from ..models.request import SamplingParams
 from ..models.v4.model import Model
+from ..parallel.ownership import first_slots
 from .oracle import OracleProposer, with_chance
 
 GRACE = 3
@@ -60,7 +61,7 @@ def slots_of(engine: Engine, requests: int) -> dict[int, int]:
     were idle."""
     tp, dp = engine.topology.tp, engine.topology.dp
     mine = range(engine.place.dp_rank, requests, dp)
-    return {number: place % tp * engine.slots_per_rank + place // tp for place, number in enumerate(mine)}
+    return dict(zip(mine, first_slots(len(mine), tp, engine.slots_per_rank), strict=True))
 
 
 def seats(model: Model, requests: int) -> int:

@@ -22,15 +22,12 @@ from ..models.dspark.step import Judged
 from ..parallel.groups import Groups
 from . import generate
 from .deployment import parse_with_point
-from .engine import Engine
 from .exchange import try_exchanges
 from .flags import FlagError, FlagParser, RunFlags
 from .generate import Task
-from .memory import engine_arguments
 from .output import people, show, write_json
 from .spawn import run_job
 from .worker import named_stage, resolve_here, run_main
-from .writing import Printer
 
 MODULE = "meshspark.launch.calibrate"
 
@@ -78,19 +75,7 @@ def run(groups: Groups, task: Task, flags: RunFlags, plot: str | None) -> None:
         model, proposer = generate.load_with_drafter(groups, task.directory, flags, task.drafting)
     judged: list[Judged] = []
     with named_stage("step", lambda: model.clock.current):
-        engine = Engine(
-            model,
-            requests=task.requests(groups.topology),
-            max_context=task.max_context,
-            **engine_arguments(task.engine, groups),
-            **task.drafting.arguments(proposer),
-            judge=judged.append,
-        )
-        if engine.is_front:
-            generate.write(engine, task, Printer(None, len(task.prompts), show_prompt=False))
-            engine.close()
-        else:
-            engine.serve()
+        generate.run_once(model, proposer, task, None, judged.append)
     halves = gather_halves(judged, task.drafting.gamma, groups)
     if groups.rank:
         return
@@ -117,9 +102,6 @@ def gather_halves(judged: Sequence[Judged], gamma: int, groups: Groups) -> tuple
     rows = np.zeros((max(counts), gamma + 1), dtype=np.float64)
     for place, each in enumerate(whole):
         rows[place] = (*each.confidences, each.accepted)
-    if not max(counts):
-        empty = _rollouts([rows])
-        return empty, empty
     told = all_gather_rows(torch.from_numpy(rows), groups.control, stage="calibration").numpy()
     parts = [told[rank * max(counts) :][:count] for rank, count in enumerate(counts)]
     first = [part[: (len(part) + 1) // 2] for part in parts]

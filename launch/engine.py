@@ -6,7 +6,6 @@ holds the same table of requests, kept equal by one agreement per step and the c
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from .metrics import Metrics
 from .requests import Event, Request
 from .schedule import pick_rows, prompt_shares
 from .seats import Seat, Seats
-from .step_costs import step_costs
+from .step_costs import policy_costs
 from .telling import decode_told, encode_told, told_length
 
 HEADER = ("control_length", "rows", "free_slots", "free_pages", "prefix_hits", "prefix_tokens", "may_draft")
@@ -71,11 +70,8 @@ class Engine:
         self.model, self.groups = model, model.groups
         self.topology = model.groups.topology
         self.place = self.topology.coordinates(self.groups.rank)
-        self.slots_per_rank, self.max_context, self.prefill_rows = (
-            -(-requests // self.topology.tp),
-            max_context,
-            prefill_rows,
-        )
+        self.slots_per_rank = -(-requests // self.topology.tp)
+        self.max_context, self.prefill_rows = max_context, prefill_rows
         self.caches = model.make_caches(
             engine_shape(
                 model.config,
@@ -93,11 +89,7 @@ class Engine:
         heat = None if temperatures is None else tuple(temperatures)
         self.decoder = Decoder(model, self.caches, proposer, tuple(processors), point_drafts, heat, judge)
         self.verify, self._history = verify, History()
-        quiet = replace(self.decoder, judge=None)
-        self.table = step_costs(quiet, requests, self.slots_per_rank) if verify.uses_costs else None
-        if self.table is not None and verify.kind == "scheduled":
-            # A search that stops at the first row that does not pay must not stop before a jump of the measured times.
-            self.table = self.table.convex()
+        self.table = policy_costs(verify, self.decoder, requests, self.slots_per_rank)
         costs = projection_costs(model.config, model.numerics, self.topology.tp, projection)
         self.costs = agree_costs(costs, self.groups)
         pages = {name: pool.count for name, pool in self.caches.pages.items()}
@@ -258,13 +250,8 @@ class Engine:
 
     def _may_draft_next(self, request: Request) -> bool:
         """Whether it may draft in the step that begins: what is yet to be heard of it only makes that less likely."""
-        if (
-            not self.decoder.gamma
-            or not request.params.draft
-            or request.limit - len(request.tokens) < 3 - request.in_prompt
-        ):
-            return False
-        return request.prefill_end - request.computed <= self.prefill_rows
+        ends_prompt = request.prefill_end - request.computed <= self.prefill_rows
+        return self.decoder.gamma > 0 and ends_prompt and request.can_draft(1)
 
     def _apply(self, seat: Seat, told: Told) -> list[Event]:
         request = self._by_seat.get(seat)

@@ -3,7 +3,7 @@
 import argparse
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,6 +12,7 @@ from ..models.checkpoint.loader import load_on_all_ranks
 from ..models.checkpoint.share import RankWeights
 from ..models.checkpoint.verify import read_config
 from ..models.dspark.proposer import Proposer
+from ..models.dspark.step import Judged
 from ..models.numerics import numerics
 from ..models.request import SamplingParams
 from ..models.selfcheck import holds_everywhere
@@ -260,14 +261,23 @@ def run_prompts(
     return (runs[-1][1], compare(runs)) if runs else (None, None)
 
 
-def run_once(model: Model, proposer: Proposer | None, task: Task, stream: TextIO | None) -> Run | None:
-    """All prompts through an engine of their own, shown on `stream` if there is one; None where rank 0 is elsewhere."""
+def run_once(
+    model: Model,
+    proposer: Proposer | None,
+    task: Task,
+    stream: TextIO | None,
+    judge: Callable[[Judged], None] | None = None,
+) -> Run | None:
+    """All prompts through an engine of their own, shown on `stream` if there is one; None where rank 0 is elsewhere.
+
+    judge: as of Engine."""
     engine = Engine(
         model,
         requests=task.requests(model.groups.topology),
         max_context=task.max_context,
         **engine_arguments(task.engine, model.groups),
         **task.drafting.arguments(proposer),
+        judge=judge,
     )
     # What an engine may have run to time its steps is none of the prompts'.
     model.clock.seconds.clear()

@@ -1,6 +1,7 @@
 """The time of a step by its rows, measured on the engine's own caches before the first request comes."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,12 +10,22 @@ from ..comm.agreement import agree
 from ..layouts.rows import RequestRows
 from ..models.dspark.costs import CostTable, cost_sizes, measure_costs
 from ..models.dspark.proposer import Room
+from ..models.dspark.schedule import Verification
 from ..models.dspark.step import Decoder, prepare, speculative_step
 from ..models.request import RequestState, SamplingParams
-from ..parallel.ownership import request_owner
+from ..parallel.ownership import first_slots, request_owner
 
 MOST_RESIDENT = 1024
 """Positions before the rows that are timed: a longer context takes longer, but for every number of rows alike."""
+
+
+def policy_costs(verify: Verification, decoder: Decoder, requests: int, slots_per_rank: int) -> CostTable | None:
+    """The cost table that a policy needs, measured by `step_costs`; None where it needs none."""
+    if not verify.uses_costs:
+        return None
+    table = step_costs(replace(decoder, judge=None), requests, slots_per_rank)
+    # A search that stops at the first row that does not pay must not stop before a jump of the measured times.
+    return table.convex() if verify.kind == "scheduled" else table
 
 
 def step_costs(decoder: Decoder, requests: int, slots_per_rank: int, repeats: int = 5) -> CostTable:
@@ -46,8 +57,7 @@ def _seconds(decoder: Decoder, rows: int, requests: int, length: int, slots_per_
     tp, caches = decoder.model.groups.tp.size, decoder.caches
     count = min(rows, requests)
     widths = [rows // count + (number < rows % count) for number in range(count)]
-    # One request of each rank after the other, as seats are given.
-    slots = [(number % tp) * slots_per_rank + number // tp for number in range(count)]
+    slots = first_slots(count, tp, slots_per_rank)
     vocab = decoder.model.config.vocab_size
     states = [_state(slot, length, decoder.gamma, request_owner(slot, tp, slots_per_rank), vocab) for slot in slots]
     for state in states:

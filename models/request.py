@@ -93,6 +93,10 @@ class RequestState:
         """Rows of its next step at most: the anchor and as many drafts as can still become tokens."""
         return min(1 + len(self.drafts), self.limit - len(self.tokens))
 
+    def can_draft(self, new: int) -> bool:
+        """Whether a draft behind that many more tokens could still become one: the token before it must fit too."""
+        return self.params.draft and self.limit - len(self.tokens) - new >= 2
+
     def finish_of(self, token: int, number: int = 1) -> str | None:
         """Why the request would end with this token, the number-th new one."""
         if token < 0:

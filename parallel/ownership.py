@@ -54,6 +54,11 @@ def request_slots(tp_rank: int, tp: int, slots_per_rank: int) -> slice:
     return equal_slice(tp_rank, tp, tp * slots_per_rank, "request slots")
 
 
+def first_slots(count: int, tp: int, slots_per_rank: int) -> list[int]:
+    """The slots that so many requests get in a tensor group without any: one of each tp_rank in turn."""
+    return [number % tp * slots_per_rank + number // tp for number in range(count)]
+
+
 def request_owner(slot: int, tp: int, slots_per_rank: int) -> int:
     """The tp_rank to which a request slot of the tensor group is pinned."""
     return equal_owner(slot, tp, tp * slots_per_rank, "request slots")

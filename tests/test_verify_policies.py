@@ -14,6 +14,7 @@ from meshspark.models.dspark.schedule import parse_verify
 from meshspark.models.request import SamplingParams
 from meshspark.models.v4.model import Model
 from meshspark.parallel.groups import Groups
+from meshspark.parallel.ownership import first_slots
 from meshspark.parallel.topology import Topology
 
 PROMPTS = ([5, 6, 7], [9], [4, 4, 8, 100, 3] * 9, [77] * 20)
@@ -42,7 +43,7 @@ def drafting(model: Model, known: list[list[int]], policy: str, chance: float = 
     """An engine whose oracle knows the continuations; it looks them up by the slots that seats give."""
     tp = model.groups.topology.tp
     per_rank = -(-len(PROMPTS) // tp)
-    slots = [number % tp * per_rank + number // tp for number in range(len(PROMPTS))]
+    slots = first_slots(len(PROMPTS), tp, per_rank)
     tokens = {slot: [*prompt, *ids] for slot, prompt, ids in zip(slots, PROMPTS, known, strict=True)}
     oracle = OracleProposer(GAMMA, tokens, with_chance(chance), model.config.vocab_size, chance)
     return Engine(model, requests=len(PROMPTS), max_context=96, proposer=oracle, verify=parse_verify(policy))

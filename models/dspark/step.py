@@ -63,9 +63,8 @@ class Told:
     """An owner's decisions about one request in one step.
 
     tokens: those emitted, the end token included, -1 last where its logits were not finite; none where a verification
-    has to be made again without drafts. finish: why the request
-    ended with the last of them. width: rows that were verified for them. drafts: of the tokens behind the last one, and
-    their survivals in fixed point.
+    has to be made again without drafts. finish: why the request ended with the last of them. width: rows that were
+    verified for them. drafts: of the tokens behind the last one, and their survivals in fixed point.
     """
 
     slot: int
@@ -192,23 +191,21 @@ def emit(state: RequestState, tokens: Sequence[int]) -> tuple[tuple[int, ...], s
 
 def kept_rows(plan: RowPlan, states: Sequence[RequestState], turns: Sequence[_Turn], caches: Caches) -> KeptRows:
     """Which rows of this rank's band are final: those of prompts, the anchors, and accepted drafts."""
-    request_T, position_T, slot_T = (
-        plan.local(field_G).numpy() for field_G in (plan.rows.request_G, plan.rows.position_G, plan.rows.slot_G)
-    )
-    by_index = {turn.index: turn for turn in turns}
-    kept_T, next_T = np.full_like(position_T, -1), np.full_like(position_T, -1)
-    for index in np.unique(request_T[request_T >= 0]).tolist():
-        state, turn = states[index], by_index.get(index)
-        known = [*state.tokens, *(turn.tokens if turn is not None else ())]
-        rows_X = np.flatnonzero(request_T == index)
-        if plan.requests[index].kind != "prefill":
-            # These stand in the owner's band, which is this rank's.
-            assert turn is not None
-            rows_X = rows_X[position_T[rows_X] < plan.requests[index].start + len(turn.tokens)]
-        kept_T[rows_X] = position_T[rows_X]
-        next_T[rows_X] = [known[p + 1] if p + 1 < len(known) else -1 for p in position_T[rows_X].tolist()]
-    generation_T = caches.generation_Q[slot_T.clip(0)]
-    return KeptRows(slot_T, generation_T, kept_T, next_T)
+    rows, first = plan.rows, plan.rows.band(plan.tp_rank).start
+    emitted = {turn.index: turn.tokens for turn in turns}
+    kept_T, next_T = (np.full(plan.local_t, -1, dtype=np.int64) for _ in range(2))
+    for index, (request, offset) in enumerate(zip(plan.requests, rows.fresh_offset_R.tolist(), strict=True)):
+        # Rows that verify stand in the band of their owner, who alone knows how many stay.
+        new = emitted.get(index, ())
+        count = len(request.tokens) if request.kind == "prefill" else len(new)
+        position_X = np.arange(request.start, request.start + count)
+        behind = [*states[index].tokens[request.start + 1 : request.start + count + 1], *new, -1][:count]
+        row_X = rows.fresh_rows_N[offset : offset + count].numpy() - first
+        mine_X = (row_X >= 0) & (row_X < plan.local_t)
+        kept_T[row_X[mine_X]] = position_X[mine_X]
+        next_T[row_X[mine_X]] = np.array(behind, dtype=np.int64)[mine_X]
+    slot_T = plan.local(rows.slot_G).numpy()
+    return KeptRows(slot_T, caches.generation_Q[slot_T.clip(0)], kept_T, next_T)
 
 
 def draft(
@@ -217,11 +214,10 @@ def draft(
     """Drafts for owned requests that go on and can still use one. Every rank enters, as many slabs as were agreed."""
     going = [turn for turn in turns if _may_draft(turn)] if proposer.gamma else []
     blocks, last = [], []
-    place = _band_rows(plan)
     for turn in going:
         anchor = len(turn.state.tokens) + len(turn.tokens) - 1
         blocks.append(DraftBlock(turn.state.slot, anchor, turn.tokens[-1]))
-        last.append(place.get((turn.index, anchor - 1), -1))
+        last.append(_band_row(plan, turn.index, anchor - 1))
     if not room.most:
         assert not blocks, "room was agreed for less than there is"
         return list(turns)
@@ -231,15 +227,14 @@ def draft(
 
 
 def _may_draft(turn: _Turn) -> bool:
-    state = turn.state
-    room = state.limit - len(state.tokens) - len(turn.tokens)
-    return turn.finish is None and not turn.spoiled and state.params.draft and room >= 2
+    return turn.finish is None and not turn.spoiled and turn.state.can_draft(len(turn.tokens))
 
 
-def _band_rows(plan: RowPlan) -> dict[tuple[int, int], int]:
-    """Where each (request, position) stands in this rank's band."""
-    names = (plan.local(plan.rows.request_G).tolist(), plan.local(plan.rows.position_G).tolist())
-    return {name: row for row, name in enumerate(zip(*names, strict=True)) if name[0] >= 0}
+def _band_row(plan: RowPlan, index: int, position: int) -> int:
+    """Where a request's row at that position stands in this rank's band, -1 where it is another rank's."""
+    place = int(plan.rows.fresh_offset_R[index]) + position - plan.requests[index].start
+    row = int(plan.rows.fresh_rows_N[place]) - plan.rows.band(plan.tp_rank).start
+    return row if 0 <= row < plan.local_t else -1
 
 
 def _with_drafts(
