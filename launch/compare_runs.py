@@ -10,6 +10,9 @@ from .writing import Writing, decoded_tokens, rate
 ROUNDS = 3
 """Measured runs of each way, after one of each to warm up."""
 
+TIE_ULPS = 2.0
+"""Logits that are at most so many units of the last place apart may change places by rounding alone."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -26,15 +29,32 @@ class Run:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where the ids of a prompt (from 1) part: position among the new tokens, from 0; None where one had ended."""
+    """Where the ids of a prompt (from 1) part: position among the new tokens, from 0; None where one had ended.
+
+    common: the ids before, prompt included. ulps: how far apart the two highest logits behind them are in FP64, where
+    that was asked (`with_ties`, ties.py).
+    """
 
     prompt: int
     position: int
     plain: int | None
     drafted: int | None
+    common: tuple[int, ...] = ()
+    ulps: float | None = None
+
+    @property
+    def tied(self) -> bool | None:
+        """Whether rounding alone may have chosen; None where nobody asked."""
+        return None if self.ulps is None else self.ulps <= TIE_ULPS
+
+    def report(self) -> dict[str, Any]:
+        """For --json."""
+        told = {name: value for name, value in asdict(self).items() if name != "common"}
+        return {**told, "tied": self.tied}
 
     def __str__(self) -> str:
-        return f"prompt {self.prompt}, new token {self.position}: {self.plain} plain, {self.drafted} drafted"
+        apart = "" if self.ulps is None else f" ({'a tie' if self.tied else 'no tie'}: {self.ulps:.3g} ulps apart)"
+        return f"prompt {self.prompt}, new token {self.position}: {self.plain} plain, {self.drafted} drafted{apart}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +75,7 @@ class Comparison:
         return {
             "rounds": [{"plain_tokens_per_s": p, "drafted_tokens_per_s": d} for p, d in self.rounds],
             "same_ids": not self.divergences,
-            "divergences": [asdict(each) for each in self.divergences],
+            "divergences": [each.report() for each in self.divergences],
         }
 
 
@@ -82,5 +102,6 @@ def divergences(plain: Sequence[Writing], drafted: Sequence[Writing]) -> list[Di
         if a != b:
             short = min(len(a), len(b))
             at = next((place for place in range(short) if a[place] != b[place]), short)
-            found.append(Divergence(number, at, *(ids[at] if at < len(ids) else None for ids in (a, b))))
+            plain_id, drafted_id = (ids[at] if at < len(ids) else None for ids in (a, b))
+            found.append(Divergence(number, at, plain_id, drafted_id, (*one.prompt_ids, *a[:at])))
     return found

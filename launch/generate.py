@@ -33,6 +33,7 @@ from .memory import engine_arguments
 from .output import people, show, write_json
 from .requests import RequestFailed
 from .spawn import run_job
+from .ties import with_ties
 from .tokenizer import TextTokenizer
 from .worker import config_facts, named_stage, resolve_here, run_main
 from .writing import Printer, Writing, result_json, result_tables
@@ -195,6 +196,12 @@ def generate(groups: Groups, task: Task, flags: RunFlags) -> None:
         show_point(people(flags.json), task.deployment, task.point)
     with named_stage("step", lambda: model.clock.current):
         run, comparison = run_prompts(model, proposer, task, people(flags.json))
+    if task.drafting.compare and task.params.temperature == 0:
+        with named_stage("ties"):
+            exact = replace(flags, numerics="float64")
+            comparison = with_ties(
+                comparison, groups, model.numerics, lambda: load_model(groups, task.directory, exact)
+            )
     if run is not None:
         tell(run, comparison, {**run.metrics, "row_independence": independent}, groups.topology, task, flags)
 

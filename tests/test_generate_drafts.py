@@ -290,20 +290,25 @@ def test_a_divergence_is_told_and_fails_where_none_may_be(run, folders, tmp_path
     assert comparison["same_ids"] is False
     (found,) = comparison["divergences"]
     assert (found["prompt"], found["position"], found["drafted"]) == (1, 2, 7) and found["plain"] != 7
+    # A token changed by hand is no tie, and it is said so.
+    assert found["tied"] is False and found["ulps"] > 2 and "no tie" in told.out and set(found) == {
+        "prompt", "position", "plain", "drafted", "ulps", "tied",
+    }  # fmt: skip
 
 
 class Written:
     """Stands in for a Writing: ids are all that is compared."""
 
     def __init__(self, *ids: int) -> None:
-        self.output_ids = list(ids)
+        self.prompt_ids, self.output_ids = [50, 51], list(ids)
 
 
 def test_where_ids_part() -> None:
     plain = [Written(1, 2, 3), Written(1, 2), Written(4, 5, 6), Written()]
     drafted = [Written(1, 2, 3), Written(1, 2, 9), Written(4, 7, 6), Written(8)]
     assert divergences(plain, drafted) == [
-        Divergence(2, 2, None, 9), Divergence(3, 1, 5, 7), Divergence(4, 0, None, 8),
+        Divergence(2, 2, None, 9, (50, 51, 1, 2)), Divergence(3, 1, 5, 7, (50, 51, 4)),
+        Divergence(4, 0, None, 8, (50, 51)),
     ]  # fmt: skip
 
 
