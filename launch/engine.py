@@ -13,7 +13,7 @@ import torch
 from ..comm.agreement import agree, encode_control, share_control, sleep, wake
 from ..layouts.rows import RequestRows, band_length
 from ..models.dspark.proposer import Proposer, Room
-from ..models.dspark.schedule import VERIFY_ALL, History, Proposal, Verification, widths
+from ..models.dspark.schedule import VERIFY_ALL, History, Proposal, Verification, searched, widths
 from ..models.dspark.step import Decoder, Judged, StepSeconds, Told, learn, speculative_step
 from ..models.processors import IgnoreEos, Processor
 from ..models.request import FINISH_REASONS, RequestState, SamplingParams
@@ -319,7 +319,8 @@ class Engine:
         """Rows of each decoding request: the same on all ranks of the group, whose inputs are the same."""
         decoding = [r for r in mine if not r.in_prompt]
         offers = [Proposal(r.slot, r.generation, r.survivals, r.widest) for r in decoding]
-        chosen = widths(self.verify, offers, self.table, other_rows=prompt_rows, history=self._history)
+        table = searched(self.verify, self.table, max(1, prompt_rows + len(offers)))
+        chosen = widths(self.verify, offers, table, other_rows=prompt_rows, history=self._history)
         self._history = self._history.after(offers)
         return {offer.slot: width for offer, width in zip(offers, chosen, strict=True)}
 

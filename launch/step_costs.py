@@ -23,9 +23,7 @@ def policy_costs(verify: Verification, decoder: Decoder, requests: int, slots_pe
     """The cost table that a policy needs, measured by `step_costs`; None where it needs none."""
     if not verify.uses_costs:
         return None
-    table = step_costs(replace(decoder, judge=None), requests, slots_per_rank)
-    # A search that stops at the first row that does not pay must not stop before a jump of the measured times.
-    return table.convex() if verify.kind == "scheduled" else table
+    return step_costs(replace(decoder, judge=None), requests, slots_per_rank)
 
 
 def step_costs(decoder: Decoder, requests: int, slots_per_rank: int, repeats: int = 5) -> CostTable:

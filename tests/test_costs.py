@@ -35,6 +35,13 @@ def test_tables_rise_and_travel(table: CostTable) -> None:
     rises = [Fraction(y - x, b - a) for (a, x), (b, y) in itertools.pairwise(zip(hull.rows, hull.nanoseconds))]  # noqa: B905
     assert all(a < b for a, b in itertools.pairwise(rises))
     assert {*zip(hull.rows, hull.nanoseconds, strict=True)} <= {*zip(table.rows, table.nanoseconds, strict=True)}
+    for start in (2, 5, table.rows[-1] + 1):
+        later = table.convex(start)
+        assert later.cost(start) == table.cost(start) and later.rows[:2] == (1, start)
+        assert all(later.cost(n) <= table.cost(n) for n in range(start, table.rows[-1] + 1))
+        rises = [b - a for a, b in itertools.pairwise(map(later.cost, later.rows[1:]))]
+        runs = [b - a for a, b in itertools.pairwise(later.rows[1:])]
+        assert all(x * m < y * n for x, y, n, m in zip(rises, rises[1:], runs, runs[1:]))  # noqa: B905
 
 
 @settings(deadline=None)

@@ -69,18 +69,22 @@ class CostTable:
         rise, run = self.nanoseconds[b] - self.nanoseconds[a], self.rows[b] - self.rows[a]
         return self.nanoseconds[a] + rise * (rows - self.rows[a]) // run
 
-    def convex(self) -> "CostTable":
-        """The entries that no line between two others passes below; on these a further row never costs less than the
-        one before, but for rounding.
+    def convex(self, start: int = 1) -> "CostTable":
+        """From `start` rows on, the entries that no line between two others passes below; on these a further row never
+        costs less than the one before, but for rounding. Equal to this table at `start`, and never above it there.
 
-        A search that stops at the first row that does not pay is never caught before a jump of such a table.
+        A search that stops at the first row that does not pay is never caught before a jump of such a table. ValueError
+        below 1.
         """
-        kept: list[tuple[int, int]] = []
-        for point in zip(self.rows, self.nanoseconds, strict=True):
+        ahead = zip(self.rows, self.nanoseconds, strict=True)
+        kept = [(start, self.cost(start))]
+        for point in (entry for entry in ahead if entry[0] > start):
             while len(kept) > 1 and _turns_down(kept[-2], kept[-1], point):
                 kept.pop()
             kept.append(point)
-        return CostTable(tuple(rows for rows, _ in kept), tuple(time for _, time in kept))
+        before = [(1, self.nanoseconds[0])] if start > 1 else []
+        rows, times = zip(*before, *kept, strict=True)
+        return CostTable(rows, times)
 
     def encode(self) -> list[int]:
         """As it travels: the number of entries, their rows, their nanoseconds."""

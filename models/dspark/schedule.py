@@ -173,6 +173,15 @@ def widths(
     return verify_lagged(requests, cost, History() if history is None else history)
 
 
+def searched(policy: Verification, table: CostTable | None, least_rows: int) -> CostTable | None:
+    """The table to give to `widths` in a step of least_rows rows and more.
+
+    Measured times jump, and a search that stops at the first row that does not pay would stop before a jump that later
+    rows pay for. So it walks the convex part of the table from the step's least rows on; of the others it is the whole.
+    """
+    return table if table is None or policy.kind != "scheduled" else table.convex(least_rows)
+
+
 def verify_all(requests: Sequence[Proposal]) -> list[int]:
     """Every draft that fits."""
     return [1 + each.drafts for each in requests]
