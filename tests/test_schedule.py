@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from cost_tables import tables
+from cost_tables import RECORDED, tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -308,7 +308,9 @@ def expected(policy: str, batch: Sequence[Sequence[float]], table: CostTable) ->
 
 @pytest.mark.parametrize("gamma", [1, 3, 5, 7])
 @pytest.mark.parametrize("requests", [1, 4, 16, 64])
-@pytest.mark.parametrize("policy, table", [("scheduled", SMOOTH), ("lagged", SMOOTH), ("lagged", JAGGED)])
+@pytest.mark.parametrize(
+    "policy, table", [("scheduled", SMOOTH), ("lagged", SMOOTH), ("lagged", JAGGED), ("lagged", RECORDED)]
+)
 def test_throughput_is_that_of_the_best_choice(policy: str, table: CostTable, requests: int, gamma: int) -> None:
     for p in (0.05, 0.3, 0.5, 0.7, 0.8, 0.9, 0.97, 1.0):
         got, best = expected(policy, [[p] * gamma] * requests, table)
@@ -356,7 +358,14 @@ def rounded(confidence_RY: np.ndarray) -> list[list[int]]:
 @pytest.mark.parametrize("requests", [1, 4, 16, 64])
 @pytest.mark.parametrize(
     ("policy", "table", "least"),
-    [("scheduled", SMOOTH, 0.99), ("lagged", SMOOTH, 0.99), ("lagged", JAGGED, 0.98), ("scheduled", JAGGED, 0.97)],
+    [
+        ("scheduled", SMOOTH, 0.99),
+        ("lagged", SMOOTH, 0.99),
+        ("lagged", JAGGED, 0.98),
+        ("scheduled", JAGGED, 0.97),
+        ("lagged", RECORDED, 0.99),
+        ("scheduled", RECORDED, 0.99),
+    ],
 )
 def test_throughput_is_that_of_the_best_width_where_confidences_vary(policy, table, least, requests) -> None:
     """Beyond the paper's assumptions a little is lost: confidences of two steps earlier say nothing about these, which
