@@ -193,7 +193,7 @@ PLANTS = {
     "o-proj": [("rows travel", _patched(output, "publish_heads", _other_source_rank))],
     "gate": [
         ("experts learned", _patched(moe.LearnedRouter, "forward", _ties_to_highest_expert)),
-        ("weights hash", _patched(moe, "_weigh", lambda f: lambda s, i, factor: f(s, i, 1.0))),
+        ("weights hash", _patched(moe, "weigh", lambda f: lambda s, i, factor: f(s, i, 1.0))),
     ],
     "expert-shared": [("rows", _patched(moe, "clamped_swiglu", lambda f: lambda g, u, limit: f(g, u, 10 * limit)))],
     "expert-routed": [

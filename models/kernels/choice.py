@@ -12,10 +12,11 @@ from ...layouts.bits import same_bits
 from ...layouts.tiles import DENSE_LIMIT, MIN_WIDTH, TILE
 from ...parallel.groups import Groups
 from ..functions import mean_square_rsqrt, rms_norm, row_linear, tile_product
+from ..moe.scores import SUM_FLOOR
 from ..numerics import FLOAT32, Numerics
 from ..v4.config import V4Config
 from ..v4.hyper import HyperWeights, hc_post, hc_pre
-from ..v4.moe import SUM_FLOOR, HashRouter, LearnedRouter
+from ..v4.moe import HashRouter, LearnedRouter
 from ..v4.rope import rotate
 from .calls import Kernels
 from .experts import route

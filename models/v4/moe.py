@@ -13,19 +13,17 @@ import torch
 
 from ...comm.experts import combine, dispatch, index_tensor
 from ...parallel.groups import Group
-from ..functions import ROW_MULTIPLE, SMALL_PRODUCT, cast, row_linear, segment_places, silu, softplus
+from ..functions import ROW_MULTIPLE, SMALL_PRODUCT, cast, row_linear, segment_places
 from ..int8.linear import Int8Weight, int8_grouped, int8_weight
 from ..int8.quantise import QuantisedRows, quantise_rows
 from ..kernels.calls import Kernels
 from ..kernels.experts import mixture, route
 from ..matrix import Operand, Watch, operand, product
+from ..moe.scores import SUM_FLOOR, best_experts, clamped_swiglu, sqrt_softplus, weigh
 from .config import V4Config
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """scores [T, E], indices [T, k] int64 (-1 for no expert), weights [T, k]."""
-
-SUM_FLOOR = 1e-20
-"""Keeps the weights finite where every chosen score underflows."""
 
 CALL_PRODUCTS = 400_000
 """Multiplications that take a CPU about as long as one more call of a small product."""
@@ -35,14 +33,9 @@ class Router(Protocol):
     def forward(self, x_TH: torch.Tensor, token_ids: torch.Tensor | None = None) -> Routing: ...
 
 
-def _weigh(scores_TE: torch.Tensor, indices_Tk: torch.Tensor, factor: float) -> torch.Tensor:
-    chosen_Tk = scores_TE.gather(1, indices_Tk)
-    return (chosen_Tk / chosen_Tk.sum(1, keepdim=True).add_(SUM_FLOOR)).mul_(factor)
-
-
 def gate_scores(x_TH: torch.Tensor, gate_EH: torch.Tensor) -> torch.Tensor:
     """sqrt(softplus(gate logits)) [T, E] in the gate's (wide) dtype."""
-    return softplus(row_linear(cast(x_TH, gate_EH.dtype), gate_EH)).sqrt_()
+    return sqrt_softplus(row_linear(cast(x_TH, gate_EH.dtype), gate_EH))
 
 
 @dataclass(frozen=True)
@@ -56,9 +49,8 @@ class LearnedRouter:
 
     def forward(self, x_TH: torch.Tensor, token_ids: torch.Tensor | None = None) -> Routing:
         scores_TE = gate_scores(x_TH, self.gate)
-        ranked = torch.sort(scores_TE + self.bias, dim=1, descending=True, stable=True).indices
-        indices_Tk = ranked.narrow(1, 0, self.num_experts_per_tok)
-        return scores_TE, indices_Tk, _weigh(scores_TE, indices_Tk, self.routed_scaling_factor)
+        indices_Tk = best_experts(scores_TE + self.bias, self.num_experts_per_tok)
+        return scores_TE, indices_Tk, weigh(scores_TE, indices_Tk, self.routed_scaling_factor)
 
     def chosen(self, token_T: torch.Tensor) -> tuple[torch.Tensor, int]:
         """What kernels choose by, and how many."""
@@ -78,7 +70,7 @@ class HashRouter:
             raise ValueError("a hash router needs token_ids")
         scores_TE = gate_scores(x_TH, self.gate)
         indices_Tk = self.table[token_ids]
-        return scores_TE, indices_Tk, _weigh(scores_TE, indices_Tk, self.routed_scaling_factor)
+        return scores_TE, indices_Tk, weigh(scores_TE, indices_Tk, self.routed_scaling_factor)
 
     def chosen(self, token_T: torch.Tensor) -> tuple[torch.Tensor, int]:
         """What kernels choose by, and how many."""
@@ -101,11 +93,6 @@ class Int8Experts:
     w1: Int8Weight
     w3: Int8Weight
     w2: Int8Weight
-
-
-def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit): the gate is clamped from above only."""
-    return silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
 
 
 def grouped_linear(x_RI: torch.Tensor, weights_XOI: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
