@@ -134,3 +134,36 @@ def combine(
         for place, route in enumerate(received):
             out[route.source][route.row, route.slot] = result[place]
     return out
+
+
+def spread_tokens(
+    indices: Sequence[torch.Tensor], num_experts: int, strategy: str
+) -> list[list[tuple[int, int, list[int]]]]:
+    """The rows that each rank receives, as (source rank, row, its own experts by route): by source rank, then by row.
+
+    A route of another rank or of none is -1. Row -1 is padding.
+    """
+    ranks = len(indices)
+    share, most = num_experts // ranks, max(len(chosen) for chosen in indices)
+    received: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(ranks)]
+    for rank in range(ranks):
+        for source, chosen in enumerate(indices):
+            for row, experts in enumerate(chosen.tolist()):
+                own = [e - rank * share if e >= 0 and e // share == rank else -1 for e in experts]
+                if strategy == "all_gather" or max(own) >= 0:
+                    received[rank].append((source, row, own))
+            if strategy == "all_gather":
+                received[rank] += [(source, -1, [-1] * chosen.shape[1])] * (most - len(chosen))
+    return received
+
+
+def collect_sums(
+    sums: Sequence[torch.Tensor], received: Sequence[Sequence[tuple[int, int, list[int]]]], rows: Sequence[int]
+) -> list[torch.Tensor]:
+    """For each row the sum of what the ranks made of it, from rank 0 on."""
+    out = [sums[0].new_zeros((count, sums[0].shape[1])) for count in rows]
+    for partial, places in zip(sums, received, strict=True):
+        for value, (source, row, _) in zip(partial, places, strict=True):
+            if row >= 0:
+                out[source][row] += value
+    return out

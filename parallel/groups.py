@@ -37,7 +37,8 @@ class Groups:
     """All groups in which one rank takes part.
 
     `world`, `tp` and `ep` move rows on `device`; `control` is a CPU group over the world for small exchanges
-    of numbers and bytes (the world group itself on gloo); `front` only wakes idle ranks. cp is tp.
+    of numbers and bytes (the world group itself on gloo); `front` only wakes idle ranks. cp is tp. first: of a part of
+    a world (`split`), whose ranks count from 0, the world rank of the first.
     """
 
     topology: Topology
@@ -56,6 +57,8 @@ class Groups:
     connections: Connections | None = None
     owns_world: bool = True
     closed: bool = False
+    replicas: Group | None = None
+    first: int | None = None
 
     @property
     def cp(self) -> Group:
@@ -133,6 +136,41 @@ class Groups:
         own = (self.rank, self.backend, self.device, self.world.timeout, self.ledger)
         return _Maker(topology, *own, store, self.told, self.connections).make(self)
 
+    def expert_replicas(self) -> Group:
+        """The ranks that hold the same experts as this one, over which their gradients are averaged.
+
+        Made when first asked for, by all ranks of the world at the same place; it moves rows by the backend.
+        """
+        if self.replicas is None:
+            if self.closed or self.health.failure is not None:
+                raise self.health.failure or ValueError("these groups are closed")
+            own = (self.rank, self.backend, self.device, self.world.timeout, self.ledger)
+            maker = _Maker(self.topology, *own, self.store, self.told, self.connections, self.health, self.first)
+            self.replicas = maker._sub_groups("replicas", self.topology.expert_replicas())
+        return self.replicas
+
+    def split(self, parts: Sequence[Topology]) -> "Part":
+        """The world in consecutive parts, each with groups of its own topology and with ranks counted from 0.
+
+        All ranks call it alike. ValueError unless the parts hold every rank. A failure in one part is one of all: they
+        share their health, and the world's connections are the first groups' to close.
+        """
+        if sum(part.world for part in parts) != self.topology.world:
+            sizes = [part.world for part in parts]
+            raise ValueError(f"parts have {sizes} ranks, allowed: {self.topology.world} in all")
+        if self.closed or self.health.failure is not None:
+            raise self.health.failure or ValueError("these groups are closed")
+        place = (self.backend, self.device, self.world.timeout, self.ledger, None, self.told, self.connections)
+        maker = _Maker(self.topology, self.rank, *place, self.health)
+        bridge = maker.bridge()
+        first = 0
+        for number, topology in enumerate(parts):
+            if first <= self.rank < first + topology.world:
+                maker = _Maker(topology, self.rank - first, *place, self.health, first)
+                return Part(number, maker.make_part(self.front.timeout), bridge)
+            first += topology.world
+        raise AssertionError("the parts hold every rank")
+
     def close(self) -> None:
         """End the groups; without effect when called again. Waits for nobody.
 
@@ -152,11 +190,22 @@ class Groups:
             self._close_own(failure)
 
     def _close_own(self, failure: CommError) -> None:
-        own = Health(failure, [self.tp, self.ep])
+        replicas = [] if self.replicas is None else [self.replicas]
+        own = Health(failure, [self.tp, self.ep, *replicas])
         own.hang_up()
-        for group in (self.world, self.tp, self.ep, self.control, self.front):
+        for group in (self.world, self.tp, self.ep, self.control, self.front, *replicas):
             self.health.groups.remove(group)
             group.health = own
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a split world: its number, its groups, and the bridge, a CPU group over the whole world for
+    rows between two ranks."""
+
+    number: int
+    groups: Groups
+    bridge: Group
 
 
 def _meet(topology: Topology, rank: int, timeout: float) -> dist.Store:
@@ -189,6 +238,8 @@ class _Maker:
     told: tuple[dict[str, Fact], ...] = ()
     connections: Connections | None = None
     health: Health = field(default_factory=Health)
+    first: int | None = None
+    """World rank of the topology's rank 0, where it is a part of the world; only that part's ranks make its groups."""
 
     def single(self) -> Groups:
         world, tp, ep, control, front = (
@@ -219,6 +270,31 @@ class _Maker:
             self.health.wiring = self.connections
         return groups
 
+    def make_part(self, idle: float) -> Groups:
+        """Groups over the ranks of a part, which alone call it."""
+        everyone = self._world_ranks(tuple(range(self.topology.world)))
+        several = len(everyone) > 1
+        world = self._group("world", everyone, self._new(everyone, self.backend) if several else None)
+        control = world
+        if self.backend != "gloo":
+            control = self._group("control", everyone, self._new(everyone, "gloo") if several else None, device="cpu")
+            world.side = control.process_group
+        front = self._group("front", everyone, self._new(everyone, "gloo") if several else None, idle, "cpu")
+        tp = self._sub_groups("tp", self.topology.tp_groups())
+        ep = self._sub_groups("ep", self.topology.ep_groups())
+        groups = self._groups(world, tp, ep, control, front, False)
+        if self.connections is not None:
+            self.connections.connect(groups)
+        return groups
+
+    def bridge(self) -> Group:
+        """A CPU group over the whole world that nothing but sends and receives of two ranks use."""
+        everyone = tuple(range(self.topology.world))
+        return self._group("bridge", everyone, self._new(everyone, "gloo"), device="cpu")
+
+    def _world_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return ranks if self.first is None else tuple(self.first + rank for rank in ranks)
+
     def _groups(self, world: Group, tp: Group, ep: Group, control: Group, front: Group, owns: bool) -> Groups:
         return Groups(
             self.topology,
@@ -236,22 +312,28 @@ class _Maker:
             self.told,
             self.connections,
             owns,
+            first=self.first,
         )
 
     def _sub_groups(self, name: str, members: tuple[tuple[int, ...], ...]) -> Group:
         mine: Group | None = None
-        for ranks in members:
+        for ranks in map(self._world_ranks, members):
+            if self.first is not None and self.rank + self.first not in ranks:
+                continue
             several = len(ranks) > 1
             process_group = self._new(ranks, self.backend) if several else None
             side = self._new(ranks, "gloo") if several and self.backend != "gloo" else None
-            if self.rank in ranks:
+            if self.rank + (self.first or 0) in ranks:
                 mine = self._group(name, ranks, process_group)
                 mine.side = side
         assert mine is not None
         return mine
 
     def _new(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
-        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout), backend=backend)
+        # Ranks of other parts are elsewhere, and do not come by.
+        alone = self.first is not None
+        ends = timedelta(seconds=self.timeout)
+        return dist.new_group(list(ranks), timeout=ends, backend=backend, use_local_synchronization=alone)
 
     def _group(
         self,
@@ -264,7 +346,7 @@ class _Maker:
         group = Group(
             name,
             ranks,
-            ranks.index(self.rank),
+            ranks.index(self.rank + (self.first or 0)),
             process_group,
             self.timeout if timeout is None else timeout,
             ledger=self.ledger,

@@ -77,6 +77,10 @@ class Topology:
         """World ranks of every expert group, by ep_block."""
         return _blocks(self.world, self.ep)
 
+    def expert_replicas(self) -> tuple[Ranks, ...]:
+        """World ranks that hold the same experts, by ep_rank: one of every expert group."""
+        return tuple(tuple(range(ep_rank, self.world, self.ep)) for ep_rank in range(self.ep))
+
     def dp_groups(self) -> tuple[Ranks, ...]:
         """World ranks that hold the same tp_rank, by tp_rank."""
         return tuple(tuple(range(tp_rank, self.world, self.tp)) for tp_rank in range(self.tp))

@@ -52,13 +52,15 @@ def _legal():
 
 @given(_legal())
 def test_every_rank_is_in_exactly_one_group_of_each_kind(topology):
-    for groups in (topology.tp_groups(), topology.ep_groups(), topology.dp_groups()):
+    kinds = topology.tp_groups(), topology.ep_groups(), topology.dp_groups(), topology.expert_replicas()
+    for groups in kinds:
         assert sorted(rank for ranks in groups for rank in ranks) == list(range(topology.world))
     for rank in range(topology.world):
         at = topology.coordinates(rank)
         assert topology.tp_groups()[at.dp_rank][at.tp_rank] == rank
         assert topology.ep_groups()[at.ep_block][at.ep_rank] == rank
         assert topology.dp_groups()[at.tp_rank][at.dp_rank] == rank
+        assert topology.expert_replicas()[at.ep_rank][at.ep_block] == rank
         assert set(topology.tp_ranks(rank)) <= set(topology.ep_ranks(rank))
 
 
