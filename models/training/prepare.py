@@ -1,0 +1,52 @@
+"""From samples to what a step of the draft reads: anchors drawn, blocks made, context packed."""
+
+from collections.abc import Sequence
+
+import torch
+
+from .anchors import draw_anchors
+from .blocks import make_blocks
+from .config import ObjectiveConfig
+from .packing import DraftBatch, pack
+from .samples import Batch
+
+
+def draft_batch(
+    batch: Batch,
+    config: ObjectiveConfig,
+    context_window: int | None,
+    generators: Sequence[torch.Generator],
+    dtype: torch.dtype = torch.float32,
+) -> DraftBatch:
+    """The packed micro-batch of one step, on the host; `generators` draw the anchors, one a sample.
+
+    context_window is how far the draft sees (`context_reach`); dtype that of the weights. What follows costs by
+    the number of anchors; only the masks of tokens are read whole.
+    """
+    anchors = draw_anchors(batch.loss_mask_BS, batch.documents_BS, generators, config.num_anchors, config.anchor_rule)
+    blocks = make_blocks(
+        batch.input_ids_BS,
+        batch.loss_mask_BS,
+        anchors,
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        decay_gamma=config.loss_decay_gamma,
+        documents_BS=batch.documents_BS,
+        dtype=dtype,
+    )
+    return pack(batch, anchors, blocks, context_window)
+
+
+def context_reach(
+    context_window: int | None, sliding_window: int | None = None, layer_types: Sequence[str] | None = None
+) -> int | None:
+    """How many context rows before its anchor a block of a draft sees in any layer, None for all (training.md 4.4).
+
+    A layer of type "sliding_attention" sees sliding_window - 1 at most, and every layer the context_window at most.
+    """
+    reaches = [context_window]
+    if layer_types and sliding_window is not None and set(layer_types) == {"sliding_attention"}:
+        # A window of one row is the row itself; the packed batch keeps one row all the same.
+        reaches.append(max(sliding_window - 1, 1))
+    known = [reach for reach in reaches if reach is not None]
+    return min(known) if known else None
