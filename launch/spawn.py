@@ -36,20 +36,23 @@ def run_job(
     flags: RunFlags,
     job: Callable[[Any], None],
     facts: Mapping[str, str | int | float] | None = None,
+    *,
+    stop_seconds: int | None = None,
 ) -> int:
     """Run job(groups) on every rank that the flags ask for; the exit code.
 
     Under torchrun, or for a single rank, this process is the rank. Otherwise the ranks are started here as
-    `python -m module argv`, and each of them comes to this function again.
+    `python -m module argv`, and each of them comes to this function again. stop_seconds: what ranks that are told to
+    end are left for it, SHUTDOWN_SECONDS by default.
     """
     place = read_place()
     if place is None and flags.topology.world > 1:
         check_machine(flags, flags.topology.world)
-        return run_local(module, without_ranks(argv), flags.topology.world)
+        return run_local(module, without_ranks(argv), flags.topology.world, stop_seconds)
     return run_rank(place or Place(), flags, job, facts)
 
 
-def run_local(module: str, argv: Sequence[str], ranks: int) -> int:
+def run_local(module: str, argv: Sequence[str], ranks: int, stop_seconds: int | None = None) -> int:
     """`python -m module argv` on this many local ranks; the exit code.
 
     Rank 0's output streams through. The output of the others is shown only if they fail without a message of
@@ -61,7 +64,7 @@ def run_local(module: str, argv: Sequence[str], ranks: int) -> int:
     with tempfile.TemporaryDirectory(prefix="meshspark-") as folder:
         try:
             with _signals_restored(), environment_for_ranks(ranks, loopback()):
-                _launch(module, argv, ranks, folder)
+                _launch(module, argv, ranks, folder, SHUTDOWN_SECONDS if stop_seconds is None else stop_seconds)
         except ChildFailedError as failure:
             codes = {rank: f.exitcode for rank, f in failure.failures.items()}
             text, code = _explain(codes, Path(folder), ranks)
@@ -73,7 +76,7 @@ def run_local(module: str, argv: Sequence[str], ranks: int) -> int:
     return OK
 
 
-def _launch(module: str, argv: Sequence[str], ranks: int, folder: str) -> None:
+def _launch(module: str, argv: Sequence[str], ranks: int, folder: str, stop_seconds: int) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -90,7 +93,7 @@ def _launch(module: str, argv: Sequence[str], ranks: int, folder: str) -> None:
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=MONITOR_SECONDS,
-        shutdown_timeout=SHUTDOWN_SECONDS,
+        shutdown_timeout=stop_seconds,
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         logs_specs=DefaultLogsSpecs(log_dir=folder, redirects={0: Std.NONE, **quiet}),
     )

@@ -250,16 +250,19 @@ class Model:
 
         Final norm of the asked rows, their logits on this rank's vocabulary, and the exchange to the owners.
         """
-        group, asked, act = self.groups.tp, plan.asked, self.numerics.activation
-        kernels = self._kernels()
-        hidden_AH = hc_head(streams_ThH[asked.local_rows], self.hc_head, self.config, act)
-        hidden_AH = rms_norm(hidden_AH, self.norm, self.config.rms_norm_eps, act, kernels)
+        group, asked, kernels = self.groups.tp, plan.asked, self._kernels()
+        hidden_AH = self.head_input(streams_ThH[asked.local_rows])
         hidden_AH = gather_asked(hidden_AH, asked.counts, group, stage="lm_head")
         local_AV = product(hidden_AH, self.head, kernels)
         if want == "logits":
             return return_logits(local_AV, asked.destination, group, stage="exchange_logits"), None
         ids, _ = return_best(local_AV, self._vocab_offset, asked.destination, group, stage="exchange_logits")
         return None, ids
+
+    def head_input(self, streams_ThH: torch.Tensor) -> torch.Tensor:
+        """The state [T, H] that the LM head multiplies: the last layer's streams collapsed, and the final norm."""
+        hidden_TH = hc_head(streams_ThH, self.hc_head, self.config, self.numerics.activation)
+        return rms_norm(hidden_TH, self.norm, self.config.rms_norm_eps, self.numerics.activation, self._kernels())
 
 
 def _compressor(weights: dict[str, torch.Tensor], prefix: str, numerics: Numerics) -> CompressorWeights:
