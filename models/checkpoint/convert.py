@@ -41,7 +41,7 @@ def convert_w8a8(
     if checkpoint.form != OFFICIAL:
         raise CheckpointError(f"{source}: is stored in the form {checkpoint.form}, allowed: {OFFICIAL}")
     table = stored_table(checkpoint.config, W8A8_FORM)
-    _check_room(target, sum(map(stored_bytes, table)))
+    check_room(target, sum(map(stored_bytes, table)))
     try:
         target.mkdir(parents=True, exist_ok=True)
         _write(checkpoint, target, table, shard_bytes, progress)
@@ -100,7 +100,8 @@ def _converted(
     return tensors
 
 
-def _check_room(target: Path, needed: int) -> None:
+def check_room(target: Path, needed: int) -> None:
+    """ValueError where the disk of a folder, which need not exist yet, has less free."""
     parent = next(folder for folder in (target, *target.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(parent).free
     if free < needed:

@@ -54,7 +54,12 @@ def tensor_table(config: V4Config) -> tuple[TensorSpec, ...]:
 
     Scales are named by their weights' specs and have no entry of their own.
     """
-    return tuple(_target(config)) + tuple(_draft(config))
+    return tuple(_target(config)) + draft_table(config)
+
+
+def draft_table(config: V4Config) -> tuple[TensorSpec, ...]:
+    """The weights of mtp.* alone, as `tensor_table` has them."""
+    return tuple(_draft(config))
 
 
 def held_table(config: V4Config, *, draft: bool = False) -> dict[str, tuple[TensorSpec, ...]]:

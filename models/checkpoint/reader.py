@@ -85,18 +85,24 @@ def parse_json_object(data: bytes, what: str) -> dict[str, Any]:
     return value
 
 
-def list_stored(directory: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
+def list_stored(
+    directory: Path, prefix: str = "", root: Path | None = None
+) -> tuple[dict[str, Stored], tuple[str, ...]]:
     """(stored name -> place, notes) of all tensors of a checkpoint folder, from its index and headers.
 
-    Raises CheckpointError for shards that are absent, outside of the folder or damaged, for index entries whose
-    tensor is absent, for tensors in two shards or in none of the index, and for several shards without an index.
+    prefix: only of tensors whose names begin so; shards that hold none of them need not be there, and are not opened.
+    root: see `inside`. Raises CheckpointError for shards that are absent, outside of the folder or damaged, for index
+    entries whose tensor is absent, for tensors in two shards or in none of the index, and for several shards without
+    an index.
     """
     index_path = directory / INDEX_NAME
     on_disk = sorted(path.name for path in directory.glob("*.safetensors"))
     if not index_path.exists():
-        return _list_single(directory, on_disk)
-    weight_map = _weight_map(index_path)
-    headers = {name: read_header(inside(directory, name)) for name in sorted(set(weight_map.values()))}
+        found, notes = _list_single(directory, on_disk)
+        return _beginning(found, prefix), notes
+    weight_map = weight_map_of(index_path, prefix)
+    headers = {name: read_header(inside(directory, name, root)) for name in sorted(set(weight_map.values()))}
+    headers = {shard: _beginning(header, prefix) for shard, header in headers.items()}
     found = _merge(headers, directory)
     absent = [f"{name} in {shard}" for name, shard in weight_map.items() if name not in headers[shard]]
     if absent:
@@ -104,22 +110,34 @@ def list_stored(directory: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
     unlisted = [f"{name} in {stored.shard}" for name, stored in found.items() if name not in weight_map]
     if unlisted:
         raise CheckpointError(f"{index_path}: lacks tensors that its shards hold: {few(unlisted)}")
-    stray = [name for name in on_disk if name not in headers]
+    stray = [] if prefix else [name for name in on_disk if name not in headers]
     notes = (f"ignored, not in the index: {few(stray)}",) if stray else ()
     return found, notes
 
 
-def inside(directory: Path, name: str) -> Path:
-    """The path of a file that an index names; CheckpointError unless it is a plain file of the folder itself."""
+def _beginning(header: dict[str, Stored], prefix: str) -> dict[str, Stored]:
+    return {name: stored for name, stored in header.items() if name.startswith(prefix)}
+
+
+def check_file_name(name: str, directory: Path | str) -> None:
+    """CheckpointError unless a name out of an index is that of a file beside it."""
     plain = name.isascii() and name.isprintable() and not set(name) & set("/\\")
     if not plain or name in ("", ".", ".."):
         raise CheckpointError(f"{directory}: the index names {shown_value(name)}, allowed: plain file names in it")
+
+
+def inside(directory: Path, name: str, root: Path | None = None) -> Path:
+    """The path of a file that an index names; CheckpointError unless it is a plain file of the folder itself.
+
+    root: a folder around it in which links may end, as those of a download's cache do; by default the folder itself.
+    """
+    check_file_name(name, directory)
     path = directory / name
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # Python 3.11 and 3.12 call a ring of links a RuntimeError.
         raise CheckpointError(f"{directory}: shard {shown(name)} of the index is absent or cannot be opened") from error
-    if not real.is_relative_to(directory.resolve()):
+    if not real.is_relative_to((root or directory).resolve()):
         raise CheckpointError(f"{path}: leads out of the folder to {real}, allowed: files inside it")
     if not real.is_file():
         raise CheckpointError(f"{path}: not a file")
@@ -149,11 +167,16 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 class Reader:
-    """Slices of stored tensors, through memory maps that live until close(). `log` holds (name, bytes) per read."""
+    """Slices of stored tensors, through memory maps that live until close(). `log` holds (name, bytes) per read.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    window: bytes read after which the maps are let go, so that what was read does not stay resident (None: never).
+    root: see `inside`.
+    """
+
+    def __init__(self, directory: Path, *, window: int | None = None, root: Path | None = None) -> None:
+        self.directory, self.root = directory, root
         self.log: list[tuple[str, int]] = []
+        self._window, self._seen = window, 0
         self._open: dict[str, Any] = {}
 
     def __enter__(self) -> "Reader":
@@ -172,8 +195,11 @@ class Reader:
     def read(self, stored: Stored, slices: tuple[slice, ...] = ()) -> torch.Tensor:
         """The tensor, or these index ranges of it, in its stored dtype: a view of the mapped file to read only."""
         try:
+            if self._window is not None and self._seen > self._window:
+                self.close()
+                self._seen = 0
             if stored.shard not in self._open:
-                path = inside(self.directory, stored.shard)
+                path = inside(self.directory, stored.shard, self.root)
                 self._open[stored.shard] = safe_open(str(path), framework="pt", device="cpu").__enter__()
             whole = self._open[stored.shard].get_slice(stored.name)
             tensor: torch.Tensor = whole[slices or ...]
@@ -182,7 +208,8 @@ class Reader:
         except Exception as error:
             # safetensors raises its own class, OSError or RuntimeError according to what it finds.
             raise CheckpointError(f"{self.directory / stored.shard}: {stored.name} cannot be read: {error}") from error
-        self.log.append((stored.name, tensor.numel() * tensor.element_size()))
+        self._seen += tensor.nbytes
+        self.log.append((stored.name, tensor.nbytes))
         return tensor
 
 
@@ -195,14 +222,15 @@ def _unique(pairs: list[tuple[str, Any]], what: str) -> dict[str, Any]:
     return result
 
 
-def _weight_map(index_path: Path) -> dict[str, str]:
+def weight_map_of(index_path: Path, prefix: str = "") -> dict[str, str]:
+    """Name -> shard of the tensors of an index whose names begin so; CheckpointError where it has no map of texts."""
     weight_map = read_json_object(index_path, INDEX_LIMIT).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path}: weight_map is absent or empty, allowed: an object of name -> file")
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
             raise CheckpointError(f"{index_path}: {shown(name)} -> {shown_value(shard)}, allowed: a file name")
-    return weight_map
+    return {name: shard for name, shard in weight_map.items() if name.startswith(prefix)}
 
 
 def _list_single(directory: Path, on_disk: list[str]) -> tuple[dict[str, Stored], tuple[str, ...]]:

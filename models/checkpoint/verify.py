@@ -3,7 +3,7 @@
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -79,7 +79,7 @@ def open_checkpoint(directory: Path | str, config: V4Config | None = None) -> Ch
     config, expert_notes = _with_stored_experts(config, stored, form)
     _check_packing(config, folder)
     check_drafter(config, stored, folder)
-    by_name = _match(config, form, stored, folder)
+    by_name = match_table(stored_table(config, form), stored, folder)
     _check_tokenizer(folder / TOKENIZER_NAME, config)
     with Reader(folder) as reader:
         _check_hash_tables(config, by_name, reader)
@@ -113,17 +113,28 @@ def _with_stored_experts(config: V4Config, stored: Mapping[str, Stored], form: s
     return replace(config, expert_dtype=expert_dtype), (note,)
 
 
-def _match(config: V4Config, form: str, stored: Mapping[str, Stored], folder: Path) -> dict[str, Stored]:
-    """Official name -> place; one error for all tensors that do not fit the table."""
+def usual_dtypes(spec: TensorSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The dtypes in which a weight and its scale may be stored."""
+    return (spec.dtype,), ("F32",) if stores_codes(spec) else SCALE_DTYPES
+
+
+def match_table(
+    table: Iterable[TensorSpec],
+    stored: Mapping[str, Stored],
+    folder: Path,
+    dtypes: Callable[[TensorSpec], tuple[tuple[str, ...], tuple[str, ...]]] = usual_dtypes,
+) -> dict[str, Stored]:
+    """Official name -> place; one CheckpointError for all tensors that do not fit the table."""
     faults = _Faults()
     by_name: dict[str, Stored] = {}
     known: set[str] = set()
-    for spec in stored_table(config, form):
+    for spec in table:
         weight = stored.get(spec.name)
         known.add(spec.name)
+        of_weight, of_scale = dtypes(spec)
         if weight is not None:
             by_name[spec.name] = weight
-            faults.compare(weight, spec.stored_shape, (spec.dtype,))
+            faults.compare(weight, spec.stored_shape, of_weight)
         if spec.scale_name is None or spec.scale_shape is None:
             if weight is None:
                 faults.missing.append(spec.name)
@@ -133,7 +144,7 @@ def _match(config: V4Config, form: str, stored: Mapping[str, Stored], folder: Pa
         faults.pair(spec, weight, scales)
         for scale in scales:
             by_name[spec.scale_name] = scale
-            faults.compare(scale, spec.scale_shape, ("F32",) if stores_codes(spec) else SCALE_DTYPES)
+            faults.compare(scale, spec.scale_shape, of_scale)
     faults.unexpected += [name for name in stored if name not in known]
     faults.raise_any(folder)
     return by_name

@@ -65,8 +65,8 @@ def write_shards(
         partial.rename(folder / file_name)
         del tensors
         yield number, len(shards)
-    _remove_stale(folder, set(weight_map.values()))
-    _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    remove_stale(folder, set(weight_map.values()))
+    write_json_file(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def write_rest(folder: Path, config_json: Mapping[str, Any], tokenizer_json: str | None) -> None:
@@ -74,8 +74,8 @@ def write_rest(folder: Path, config_json: Mapping[str, Any], tokenizer_json: str
     if tokenizer_json is None:
         (folder / TOKENIZER_NAME).unlink(missing_ok=True)
     else:
-        _write_text(folder / TOKENIZER_NAME, tokenizer_json)
-    _write_json(folder / CONFIG_NAME, config_json)
+        write_text_file(folder / TOKENIZER_NAME, tokenizer_json)
+    write_json_file(folder / CONFIG_NAME, config_json)
 
 
 def stored_bytes(spec: TensorSpec) -> int:
@@ -129,17 +129,20 @@ def _encoded(specs: list[TensorSpec], weights: Mapping[str, torch.Tensor]) -> di
     return tensors
 
 
-def _remove_stale(folder: Path, current: set[str]) -> None:
+def remove_stale(folder: Path, current: set[str]) -> None:
+    """Remove shards of an earlier checkpoint."""
     for path in folder.glob("model-*-of-*.safetensors"):
         if path.name not in current:
             path.unlink()
 
 
-def _write_json(path: Path, value: object) -> None:
-    _write_text(path, json.dumps(value, indent=2, sort_keys=False) + "\n")
+def write_json_file(path: Path, value: object) -> None:
+    """Write JSON that appears under its name only when whole."""
+    write_text_file(path, json.dumps(value, indent=2, sort_keys=False) + "\n")
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text_file(path: Path, text: str) -> None:
+    """Write text that appears under its name only when whole."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -69,17 +69,32 @@ def encode_e8m0(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def encode(
-    weight_RC: torch.Tensor, spec: QuantSpec, scale_dtype: torch.dtype = torch.float8_e8m0fnu
+    weight_RC: torch.Tensor,
+    spec: QuantSpec,
+    scale_dtype: torch.dtype = torch.float8_e8m0fnu,
+    *,
+    least: int = MIN_SCALE_EXPONENT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, scale) of a finite floating weight: scale 2^ceil(log2(largest / format's largest)), ties to even.
 
     Codes are float8_e4m3fn [R, C] or int8 [R, P]; the scale is [U, V] in scale_dtype, float8_e8m0fnu or float32.
-    Encoding what was decoded gives the same values again. Raises ValueError for NaN, infinity or a wrong width.
+    Encoding what was decoded gives the same values again, if no scale was below 2^least. Raises ValueError for NaN,
+    infinity or a wrong width.
     """
-    scaled_RC, exponent_UV = _scaled(weight_RC, spec)
-    codes = scaled_RC.to(torch.float8_e4m3fn) if spec.kind == "fp8" else _pack_fp4(scaled_RC)
+    scaled_RC, exponent_UV = _scaled(weight_RC, spec, least)
     scale_e8m0 = encode_e8m0(exponent_UV)
-    return codes, scale_e8m0 if scale_dtype == torch.float8_e8m0fnu else decode_e8m0(scale_e8m0, scale_dtype)
+    scale = scale_e8m0 if scale_dtype == torch.float8_e8m0fnu else decode_e8m0(scale_e8m0, scale_dtype)
+    return _codes(scaled_RC, spec), scale
+
+
+def encode_with(weight_RC: torch.Tensor, scale_UV: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """The codes of a weight for given scales, float8_e8m0fnu or uint8 [U, V].
+
+    Those that it was decoded from, if it was; else what fits best, cut off at the format's largest: to be compared by
+    the caller. A NaN among the scales is the caller's to refuse.
+    """
+    limit = FP8_MAX if spec.kind == "fp8" else FP4_MAX
+    return _codes(_divided(weight_RC, scale_UV.view(torch.uint8).to(torch.int32) - 127, spec.block, limit), spec)
 
 
 def decode(
@@ -160,7 +175,13 @@ class _FakeQuantise(torch.autograd.Function):
         return grads[0], None
 
 
-def _scaled(weight_RC: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def _codes(scaled_RC: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    return scaled_RC.to(torch.float8_e4m3fn) if spec.kind == "fp8" else _pack_fp4(scaled_RC)
+
+
+def _scaled(
+    weight_RC: torch.Tensor, spec: QuantSpec, least: int = MIN_SCALE_EXPONENT
+) -> tuple[torch.Tensor, torch.Tensor]:
     """FP32 values within the format's range, and the exponents of the scales they were divided by."""
     spec.stored_shape(tuple(weight_RC.shape))
     limit = FP8_MAX if spec.kind == "fp8" else FP4_MAX
@@ -170,10 +191,14 @@ def _scaled(weight_RC: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, tor
             f"weight of shape {tuple(weight_RC.shape)} holds NaN, infinity or a number beyond the largest scale, "
             f"allowed: finite values up to {limit} * 2^127"
         )
-    exponent_UV = _scale_exponent(largest_UV, limit)
+    exponent_UV = _scale_exponent(largest_UV, limit, least)
+    return _divided(weight_RC, exponent_UV, spec.block, limit), exponent_UV
+
+
+def _divided(weight_RC: torch.Tensor, exponent_UV: torch.Tensor, block: tuple[int, int], limit: float) -> torch.Tensor:
     inverse_UV = _power_of_two(-exponent_UV).to(_wide(weight_RC.dtype))
-    scaled_RC = _narrow(weight_RC.to(inverse_UV.dtype) * _spread(inverse_UV, spec.block, tuple(weight_RC.shape)))
-    return scaled_RC.clamp(-limit, limit), exponent_UV
+    scaled_RC = _narrow(weight_RC.to(inverse_UV.dtype) * _spread(inverse_UV, block, tuple(weight_RC.shape)))
+    return scaled_RC.clamp(-limit, limit)
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
@@ -196,10 +221,10 @@ def _narrow(x: torch.Tensor) -> torch.Tensor:
     return (bits | (toward_zero.double() != x).to(torch.int32)).view(torch.float32)
 
 
-def _scale_exponent(largest: torch.Tensor, limit: float) -> torch.Tensor:
+def _scale_exponent(largest: torch.Tensor, limit: float, least: int) -> torch.Tensor:
     mantissa, exponent = torch.frexp(largest.double() / limit)
     ceiling = exponent - (mantissa == 0.5).to(exponent.dtype)
-    return torch.where(largest == 0, MIN_SCALE_EXPONENT, ceiling).clamp(MIN_SCALE_EXPONENT, 127)
+    return torch.where(largest == 0, MIN_SCALE_EXPONENT, ceiling).clamp(least, 127)
 
 
 def _block_largest(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""The official mtp.* of a DSpark drafter to a draft's tensors and back."""
