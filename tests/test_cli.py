@@ -9,7 +9,19 @@ from importlib import metadata
 import pytest
 
 from meshspark.benchmarks import decode, prefill
-from meshspark.launch import bench, checkpoint, cli, convert, doctor, exchange, generate, make_sample
+from meshspark.launch import (
+    bench,
+    checkpoint,
+    cli,
+    continuations,
+    convert,
+    doctor,
+    exchange,
+    features,
+    generate,
+    make_sample,
+    training_flags,
+)
 from meshspark.launch.flags import ALONE
 
 COMMON = sorted(
@@ -34,6 +46,11 @@ GENERATE = ["--chat", "--checkpoint", "--max-new-tokens", "--prompt", "--prompt-
 SAMPLING = ["--min-p", "--temperature", "--top-k", "--top-p"]
 DRAFTING = ["--compare", "--gamma", "--ignore-eos", "--point-drafts", "--speculative", "--verify"]
 ENGINE = ["--batch", "--block-size", "--cache-gib", "--prefill-rows", "--prefix-points", "--projection"]
+TRAINING = ["--config", "--checkpoint", "--data", "--features", "--out", "--resume", "--init"]
+TRAINING += ["--target-ranks", "--depth", "--placement", "--fsdp", "--draft-ep", "--attention", "--recompute"]
+TRAINING += ["--steps", "--epochs", "--batch", "--accumulate", "--anchors", "--anchor-rule", "--decay-gamma", "--ce"]
+TRAINING += ["--l1", "--confidence", "--chunk-blocks", "--lr", "--warmup", "--schedule", "--weight-decay", "--clip"]
+TRAINING += ["--save-every", "--keep", "--log-every"]
 
 
 def _flags(parser):
@@ -66,7 +83,26 @@ def test_flags_are_frozen():
         "synthesize --preset",
         "synthesize --seed",
     ]
-    assert _flags(convert.parser()) == ["w8a8 --json"]
+    own = ["--checkpoint", "--config", "--data", "--layers", "--out", "--point", "--rows", "--size-only"]
+    assert _flags(features.parser()) == sorted([*COMMON, *own, "--without-teacher"])
+    own = [
+        "--text",
+        "--checkpoint",
+        "--out",
+        "--prompts",
+        "--prompt-tokens",
+        "--new-tokens",
+        "--temperature",
+        "--top-p",
+    ]
+    assert _flags(continuations.parser()) == sorted([*COMMON, *ENGINE, *own])
+    assert _flags(training_flags.parser()) == sorted([*COMMON, *TRAINING])
+    places = ["--json", "--keep-scales", "--max-shard-size", "--overwrite", "--variant"]
+    assert _flags(convert.parser()) == [
+        *(f"dspark export {flag}" for flag in sorted([*places, "--format", "--official-config"])),
+        *(f"dspark import {flag}" for flag in sorted([*places, "--dtype", "--ep-slices", "--revision"])),
+        "w8a8 --json",
+    ]
 
 
 def test_defaults():
@@ -83,6 +119,8 @@ def test_verbs_are_frozen():
         "checkpoint",
         "convert",
         "calibrate",
+        "features",
+        "train-drafter",
         "make-sample",
         "plan",
         "fixture",

@@ -82,12 +82,13 @@ def _cli_commands() -> list[list[str]]:
 def test_commands_have_their_verbs_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
     from meshspark.launch.cli import main
 
-    verbs = {"checkpoint": 2, "bench": 2, "fixture": 2}
+    verbs = {"checkpoint": 2, "bench": 2, "fixture": 2, "convert": 2}
     commands = _cli_commands()
     assert {command[0] for command in commands} >= {"generate", "doctor", "checkpoint"}
     for command in commands:
         with pytest.raises(SystemExit) as end:
-            main([*command[: verbs.get(command[0], 1)], "--help"])
+            words = 3 if command[:2] == ["convert", "dspark"] else verbs.get(command[0], 1)
+            main([*command[:words], "--help"])
         assert end.value.code in (0, None), command
         help_text = capsys.readouterr().out
         assert [word for word in command if word.startswith("--") and word not in help_text] == [], command
