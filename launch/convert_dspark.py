@@ -1,4 +1,4 @@
-"""`meshspark convert dspark import|export`: the flags, and what is printed."""
+"""`meshspark convert dspark import|export|attach`: the flags, and what is printed."""
 
 import argparse
 import re
@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
+from ..models.conversion.attaching import attach_dspark
 from ..models.conversion.exporting import FORMATS, export_dspark
 from ..models.conversion.folder import SHARD_BYTES, Converted
 from ..models.conversion.hub import Fetched, fetch, is_repository
@@ -23,8 +24,8 @@ _SIZE = re.compile(r"(\d{1,15})\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
 
 def add_dspark(form: argparse.ArgumentParser) -> None:
-    """Add the two directions and their flags."""
-    ways = form.add_subparsers(dest="way", required=True, metavar="import|export")
+    """Add the ways and their flags."""
+    ways = form.add_subparsers(dest="way", required=True, metavar="import|export|attach")
     read = ways.add_parser("import", help="official mtp.* to a draft of ours", allow_abbrev=False)
     _add_places(read, "an official checkpoint's folder, or OWNER/NAME of a hub's repository")
     read.add_argument(
@@ -45,24 +46,35 @@ def add_dspark(form: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the target's config.json (default: what the import left in IN)",
     )
+    whole = ways.add_parser("attach", help="a target's checkpoint with a draft of ours in it", allow_abbrev=False)
+    whole.add_argument("source", metavar="IN", help="a draft's folder, as import or training writes it")
+    whole.add_argument("target", type=Path, metavar="OUT", help="a folder that does not exist yet")
+    whole.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="the target, without a drafter")
+    _add_writing(whole)
 
 
 def _add_places(way: argparse.ArgumentParser, source: str) -> None:
     way.add_argument("source", metavar="IN", help=source)
     way.add_argument("target", type=Path, metavar="OUT", help="a folder that does not exist yet, or an empty one")
     way.add_argument("--variant", choices=tuple(VARIANTS), required=True, help="V4's drafter or V4.1's")
+    way.add_argument("--overwrite", action="store_true", help="remove an earlier conversion from OUT first")
+    _add_writing(way)
+
+
+def _add_writing(way: argparse.ArgumentParser) -> None:
     way.add_argument(
         "--max-shard-size", default=f"{SHARD_BYTES // 10**9}GB", metavar="SIZE", help="such as 5GB (default) or 512MiB"
     )
-    way.add_argument("--overwrite", action="store_true", help="remove an earlier conversion from OUT first")
     way.add_argument("--json", nargs="?", const=STANDARD_OUTPUT, metavar="FILE", help="write JSON")
 
 
 def convert_dspark(args: argparse.Namespace, out: TextIO, progress: Callable[[int, int], None]) -> int:
     """Convert as the flags say; 0. ValueError for wrong flags and faulty sources."""
     shard_bytes = parse_size(args.max_shard_size)
-    done = _import(args, shard_bytes, progress) if args.way == "import" else _export(args, shard_bytes, progress)
-    document = {"source": args.source, "directory": str(args.target), "variant": args.variant, **asdict(done)}
+    act = {"import": _import, "export": _export, "attach": _attach}[args.way]
+    done = act(args, shard_bytes, progress)
+    variant = "v4" if args.way == "attach" else args.variant
+    document = {"source": args.source, "directory": str(args.target), "variant": variant, **asdict(done)}
     write_json(args.json, {**document, "notes": list(done.notes)})
     print(
         f"{args.target}: {done.tensors:,} tensors, {done.num_bytes:,} bytes in {done.shards} shards, "
@@ -115,3 +127,7 @@ def _export(args: argparse.Namespace, shard_bytes: int, progress: Callable[[int,
         overwrite=args.overwrite,
         progress=progress,
     )
+
+
+def _attach(args: argparse.Namespace, shard_bytes: int, progress: Callable[[int, int], None]) -> Converted:
+    return attach_dspark(args.checkpoint, Path(args.source), args.target, shard_bytes=shard_bytes, progress=progress)

@@ -3,7 +3,7 @@
 import argparse
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +121,8 @@ def _gamma(speculative: str, given: int | None, config: V4Config) -> int:
 def make_proposer(drafting: Drafting, weights: Mapping[str, torch.Tensor], model: Model) -> Proposer | None:
     """This rank's proposer from its share of mtp.*; None where nothing is drafted.
 
-    It shares embedding, head and clock with the model. Its key rows take no round trip through FP8, for those of the
-    target take none. In w8a8 a row of it that is NaN or infinite ends the step, as one of the target's does.
+    It shares embedding, head, kernels and clock with the model. Its key rows take no round trip through FP8, for those
+    of the target take none. In w8a8 a row of it that is NaN or infinite ends the step, as one of the target's does.
     """
     if not drafting.on:
         return None
@@ -130,10 +130,11 @@ def make_proposer(drafting: Drafting, weights: Mapping[str, torch.Tensor], model
     ends = (model.config, weights, model.embed, model.head, model.groups, model.numerics)
     proposer: Proposer
     if drafting.speculative == "mtp":
-        proposer = MtpProposer(make_mtp(*ends, watch=scales, clock=model.clock))
+        proposer = MtpProposer(replace(make_mtp(*ends, watch=scales, clock=model.clock), kernels=model.kernels))
     else:
         shape = _shape(drafting, model)
-        proposer = DSparkProposer(make_drafter(*ends, shape=shape, watch=scales, clock=model.clock))
+        drafter = make_drafter(*ends, shape=shape, watch=scales, clock=model.clock)
+        proposer = DSparkProposer(replace(drafter, kernels=model.kernels))
     return proposer if scales is None else FiniteProposer(proposer, scales)
 
 

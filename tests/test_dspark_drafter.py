@@ -35,6 +35,8 @@ from meshspark.models.dspark.shape import DraftShape, draft_shape
 from meshspark.models.dspark.stage import block_readout
 from meshspark.models.dspark.weights import count_stages
 from meshspark.models.functions import sigmoid
+from meshspark.models.kernels.calls import Kernels
+from meshspark.models.kernels.choice import choose_kernels
 from meshspark.models.numerics import BFLOAT16, FLOAT64, numerics
 from meshspark.models.selfcheck import row_independence
 from meshspark.models.v4.config import tiny
@@ -217,6 +219,42 @@ def test_drafts_do_not_touch_the_block_and_noise_rows_see_each_other() -> None:
     assert same_bits(got.logits[0], base[0] + markov_bias(previous, heads, torch.float64))
     assert same_bits(torch.cat(chosen), got.logits[0])
     assert same_bits(got.confidence[0], confidence_logits(readout[0], previous, heads, torch.float64))
+
+
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "w8a8"])
+@pytest.mark.parametrize("requests", [1, 3, 7])
+def test_compiled_kernels_change_no_bit_of_a_draft(mode: str, requests: int) -> None:
+    """Context rows and drafts of requests below, at and above the window; widths that kernels take."""
+    config = replace(draft_config(), hidden_size=64, moe_intermediate_size=32)
+    plain = draft_model(Groups.single(), mode, config)
+    found = choose_kernels(config, plain.numerics, plain.groups)
+    if found is None:
+        pytest.skip("no compiled kernels, or no fused multiply-add, here")
+    used: list[str] = []
+    watched = replace(plain, kernels=Watched(found, used))
+    results = []
+    for drafter in (plain, watched):
+        pages = Pages(drafter, SLOTS, MAX_FRESH, PAGE, seed=1)
+        with torch.inference_mode():
+            for slot in range(requests):
+                feed(drafter, pages, slot, slot, 0, 9 + 4 * slot)
+            got = drafts_of(drafter, pages, [(slot, slot, 9 + 4 * slot) for slot in range(requests)])
+        results.append((pages.pool.keys_MSD, got.ids, got.confidence))
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    assert {"collapse", "spread"} <= set(used)
+    if mode == "float32":
+        assert {"norm_turn", "product"} <= set(used)
+
+
+class Watched:
+    """Kernels that note which of them were used."""
+
+    def __init__(self, kernels: Kernels, used: list[str]) -> None:
+        self._kernels, self._used = kernels, used
+
+    def __getattr__(self, name: str) -> object:
+        self._used.append(name)
+        return getattr(self._kernels, name)
 
 
 def test_rows_that_are_not_finite_draft_nothing() -> None:

@@ -70,7 +70,7 @@ def markov_drafts(
     previous, ids, kept = [slab.anchor_B], [], []
     blocks = range(slab.first, slab.first + slab.blocks)
     for number, base_BV in enumerate(base_BYV.unbind(1)):
-        logits_BV = base_BV + markov_bias(previous[-1], heads, wide)
+        logits_BV = base_BV + markov_bias(previous[-1], heads, wide, drafter.in_kernels)
         ids.append(choose(logits_BV, number, blocks))
         previous.append(ids[-1])
         if keep_logits:

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import torch
 
 from ...parallel.groups import Groups
+from ..kernels.calls import Kernels
 from ..matrix import Matrix, Watch
 from ..numerics import Numerics
 from ..stages import StageClock
@@ -28,8 +29,9 @@ W_co = TypeVar("W_co", bound=NetWeights, covariant=True)
 class DraftNet(Generic[W_co]):
     """One rank's share of a drafter whose kind its weights tell.
 
-    embed [V, H] whole and head [V / tp, H] are the target's own. kv_group: channels that share a scale where key rows
-    take the round trip through FP8, 0 where they do not (as the target's). watch: told the scales of quantised rows.
+    embed [V, H] whole, head [V / tp, H] and kernels (None for the plain form) are the target's own. kv_group:
+    channels that share a scale where key rows take the round trip through FP8, 0 where they do not (as the target's).
+    watch: told the scales of quantised rows.
     """
 
     config: V4Config
@@ -43,6 +45,12 @@ class DraftNet(Generic[W_co]):
     kv_group: int = 0
     watch: Watch | None = None
     clock: StageClock = field(default_factory=StageClock)
+    kernels: Kernels | None = None
+
+    @property
+    def in_kernels(self) -> Kernels | None:
+        """None while gradients are recorded: kernels record none."""
+        return None if torch.is_grad_enabled() else self.kernels
 
     @property
     def stages(self) -> int:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from ...comm.logits import gather_asked, return_logits
 from ..functions import cast, rms_norm
+from ..kernels.calls import Kernels
 from ..matrix import product
 from .drafter import Net
 from .plan import Slab
@@ -23,21 +24,23 @@ def base_logits(readout_BRH: torch.Tensor, slab: Slab, drafter: Net) -> torch.Te
     group, drafts, act = drafter.groups.tp, slab.shape.gamma, drafter.numerics.activation
     rows = slab.blocks * drafts
     hidden_NH = readout_BRH[:, :drafts].reshape(rows, drafter.config.hidden_size)
-    hidden_NH = rms_norm(hidden_NH, drafter.weights.norm, drafter.config.rms_norm_eps, act)
+    hidden_NH = rms_norm(hidden_NH, drafter.weights.norm, drafter.config.rms_norm_eps, act, drafter.in_kernels)
     counts = [rows]
     if group.size > 1:
         counts = [blocks * drafts for blocks in slab.room]
         hidden_NH = F.pad(hidden_NH, (0, 0, 0, counts[group.rank] - rows))
     hidden_NH = gather_asked(hidden_NH, counts, group, stage="draft_head")
-    local_NV = cast(product(hidden_NH, drafter.head), drafter.numerics.accumulation)
+    local_NV = cast(product(hidden_NH, drafter.head, drafter.in_kernels), drafter.numerics.accumulation)
     destination = [rank for rank, count in enumerate(counts) for _ in range(count)]
     logits_NV = return_logits(local_NV, destination, group, stage="draft_logits")
     return logits_NV[:rows].view(slab.blocks, drafts, drafter.config.vocab_size)
 
 
-def markov_bias(previous_N: torch.Tensor, heads: MarkovHeads, wide: torch.dtype) -> torch.Tensor:
+def markov_bias(
+    previous_N: torch.Tensor, heads: MarkovHeads, wide: torch.dtype, kernels: Kernels | None = None
+) -> torch.Tensor:
     """What a token adds to the logits of the one after it: [N, V] in `wide`, over the whole vocabulary."""
-    return cast(product(markov_embedding(previous_N, heads, wide), heads.w2), wide)
+    return cast(product(markov_embedding(previous_N, heads, wide), heads.w2, kernels), wide)
 
 
 def markov_embedding(previous_N: torch.Tensor, heads: MarkovHeads, wide: torch.dtype) -> torch.Tensor:

@@ -31,8 +31,8 @@ def join_taps(taps: Mapping[Tap, torch.Tensor], config: V4Config) -> torch.Tenso
 def project(taps_TI: torch.Tensor, drafter: Drafter) -> torch.Tensor:
     """Context rows [T, H] in the activation dtype, shared by all stages. The product is rounded before its norm."""
     act, weights = drafter.numerics.activation, drafter.weights
-    main_TH = cast(product(cast(taps_TI, act), weights.main_proj), act)
-    return rms_norm(main_TH, weights.main_norm, drafter.config.rms_norm_eps, act)
+    main_TH = cast(product(cast(taps_TI, act), weights.main_proj, drafter.in_kernels), act)
+    return rms_norm(main_TH, weights.main_norm, drafter.config.rms_norm_eps, act, drafter.in_kernels)
 
 
 def context_keys(main_TH: torch.Tensor, position_T: torch.Tensor, drafter: Drafter) -> torch.Tensor:
@@ -44,5 +44,5 @@ def context_keys(main_TH: torch.Tensor, position_T: torch.Tensor, drafter: Draft
 
 def stage_keys(x_TH: torch.Tensor, stage: StageWeights, rotation: Rotation, drafter: Net) -> torch.Tensor:
     """Key rows [T, D] of one stage, for context rows and for the normed rows of blocks alike."""
-    kv_TD = key_value(x_TH, stage.projections, drafter.config, rotation, drafter.numerics.kv)
+    kv_TD = key_value(x_TH, stage.projections, drafter.config, rotation, drafter.numerics.kv, drafter.in_kernels)
     return round_trip(kv_TD, drafter.config.qk_rope_head_dim, drafter.kv_group)

@@ -71,18 +71,23 @@ def stage_forward(
     drafter: Net,
 ) -> torch.Tensor:
     """Streams [T, h, H] after the stage."""
-    config, eps, act = drafter.config, drafter.config.rms_norm_eps, drafter.numerics.activation
+    config, eps, act, kernels = (
+        drafter.config,
+        drafter.config.rms_norm_eps,
+        drafter.numerics.activation,
+        drafter.in_kernels,
+    )
     with drafter.clock("draft_hyper"):
         x_TH, post_Th, mix_Thh = attention_input(streams_ThH, stage, drafter)
     y_TH = _attention(x_TH, stage, context_BCD, slab, rotation, drafter)
     with drafter.clock("draft_hyper"):
-        streams_ThH = hc_post(y_TH, streams_ThH, post_Th, mix_Thh)
-        x_TH, post_Th, mix_Thh = hc_pre(streams_ThH, stage.hc_ffn, config, act)
-        x_TH = rms_norm(x_TH, stage.ffn_norm, eps, drafter.numerics.accumulation)
+        streams_ThH = hc_post(y_TH, streams_ThH, post_Th, mix_Thh, kernels)
+        x_TH, post_Th, mix_Thh = hc_pre(streams_ThH, stage.hc_ffn, config, act, kernels)
+        x_TH = rms_norm(x_TH, stage.ffn_norm, eps, drafter.numerics.accumulation, kernels)
     with drafter.clock("draft_moe"):
-        y_TH, _ = stage.moe.forward(x_TH, slab.token_T, None, drafter.groups.ep, drafter.watch)
+        y_TH, _ = stage.moe.forward(x_TH, slab.token_T, None, drafter.groups.ep, drafter.watch, kernels)
     with drafter.clock("draft_hyper"):
-        return hc_post(y_TH, streams_ThH, post_Th, mix_Thh)
+        return hc_post(y_TH, streams_ThH, post_Th, mix_Thh, kernels)
 
 
 def attention_input(
@@ -90,9 +95,9 @@ def attention_input(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(normed rows [T, H], post [T, h], mix [T, h, h]): what a stage's attention takes of the streams, and what spreads
     its output over them."""
-    act = drafter.numerics.activation
-    x_TH, post_Th, mix_Thh = hc_pre(streams_ThH, stage.hc_attn, drafter.config, act)
-    return rms_norm(x_TH, stage.attn_norm, drafter.config.rms_norm_eps, act), post_Th, mix_Thh
+    act, kernels = drafter.numerics.activation, drafter.in_kernels
+    x_TH, post_Th, mix_Thh = hc_pre(streams_ThH, stage.hc_attn, drafter.config, act, kernels)
+    return rms_norm(x_TH, stage.attn_norm, drafter.config.rms_norm_eps, act, kernels), post_Th, mix_Thh
 
 
 def _attention(
@@ -105,14 +110,15 @@ def _attention(
 ) -> torch.Tensor:
     """Attention output [T, H] of the normed rows."""
     config, projections, head_rotation = drafter.config, stage.projections, by_head(rotation)
+    kernels = drafter.in_kernels
     with drafter.clock("draft_qkv"):
-        latent_TR = query_latent(x_TH, projections, config, drafter.watch)
-        q_TAD = queries(latent_TR, projections, config, head_rotation, x_TH.dtype)
+        latent_TR = query_latent(x_TH, projections, config, drafter.watch, kernels)
+        q_TAD = queries(latent_TR, projections, config, head_rotation, x_TH.dtype, kernels)
         own_TD = stage_keys(x_TH, stage, rotation, drafter)
     with drafter.clock("draft_attend"):
         keys_BLD = torch.cat((context_BCD, own_TD.view(slab.blocks, slab.shape.rows, config.head_dim)), dim=1)
         o_TAD = attend_block(q_TAD, keys_BLD, slab.hidden_BC, stage.sink)
-        o_TAD = rotate(o_TAD, *head_rotation, inverse=True)
+        o_TAD = rotate(o_TAD, *head_rotation, inverse=True, kernels=kernels)
     with drafter.clock("draft_publish"):
         return _publish(o_TAD, stage, slab, drafter)
 
@@ -141,4 +147,6 @@ def _publish(o_TAD: torch.Tensor, stage: StageWeights, slab: Slab, drafter: Net)
     group, rows = drafter.groups.tp, len(o_TAD)
     if group.size > 1:
         o_TAD = F.pad(o_TAD, (0, 0, 0, 0, 0, slab.publish_rows - rows))
-    return project_output(o_TAD, stage.output, drafter.config, group, watch=drafter.watch)[:rows]
+    return project_output(o_TAD, stage.output, drafter.config, group, watch=drafter.watch, kernels=drafter.in_kernels)[
+        :rows
+    ]

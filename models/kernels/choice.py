@@ -73,7 +73,11 @@ def _matrices(config: V4Config, tp: int) -> set[tuple[int, int]]:
     """(inputs, outputs) of every matrix of the model."""
     c, H = config, config.hidden_size
     pooled = {c.head_dim, 2 * c.head_dim, 2 * c.index_head_dim}
+    drafter = set()
+    if c.dspark is not None:
+        drafter = {(len(c.dspark.target_layer_ids) * H, H), (c.dspark.markov_rank, c.vocab_size)}
     return {
+        *drafter,
         *((H, columns) for columns in pooled),
         (H, c.q_lora_rank),
         (c.q_lora_rank, c.num_attention_heads * c.head_dim),
