@@ -80,13 +80,13 @@ def test_one_rank_resumes_bit_for_bit(tmp_path: Path, kind: str) -> None:
 
 
 def test_two_ranks_resume_bit_for_bit(ranks: RankPools, tmp_path: Path) -> None:
-    runs = [["ddp", "float32"], ["sharded", "bfloat16"], ["fsdp", "bfloat16"]]
+    runs = [["fsdp", "bfloat16"]]
     found = ranks.run(Topology(2), "test_training_state:there_and_back", 120, folder=str(tmp_path), runs=runs)
-    assert found == [[True] * 3] * 2
-    runs = [["fsdp", "float64"], ["sharded", "float64"]]
+    assert found == [[True]] * 2
+    runs = [["sharded", "bfloat16"]]
     folder = str(tmp_path / "ep")
     found = ranks.run(Topology(2, 1, 2), "test_training_state:there_and_back", 120, folder=folder, runs=runs)
-    assert found == [[True] * 2] * 2
+    assert found == [[True]] * 2
 
 
 @pytest.mark.slow
