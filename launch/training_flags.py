@@ -1,6 +1,7 @@
 """The flags of `meshspark train-drafter`, and everything about them that can be checked before a rank starts."""
 
 import argparse
+import hashlib
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -116,8 +117,16 @@ class Task:
     def facts(self) -> dict[str, str | int | float]:
         """What must be equal on all ranks."""
         places = (self.target, self.drafters, self.target_ranks, self.depth)
-        kept = (self.recompute, self.resume, self.save_every, self.objective.chunk_blocks, self.start is None)
-        return {"contract": repr(self.contract()), "places": repr(places), "run": repr(kept)}
+        kept = (self.recompute, self.resume, self.save_every, self.start is not None, self.attention)
+        return {
+            **config_facts(self.checkpoint),
+            "draft": hashlib.sha256(repr(self.config).encode()).hexdigest()[:16],
+            "data": repr(self._data()),
+            "settings": repr(self.settings),
+            "objective": repr(self.objective),
+            "places": repr(places),
+            "run": repr(kept),
+        }
 
 
 def parser() -> FlagParser:

@@ -71,6 +71,18 @@ def test_what_ends_at_once_gets_no_line(model, tmp_path):
     assert continuations(model, prompts, writer, tmp_path / "b") == count
 
 
+def test_lines_wait_for_earlier_prompts(model, tmp_path):
+    """A prompt that ends before an earlier one, beside which it runs."""
+    prompts = PromptCuts(DOCUMENTS, 2, 6, seed=4, begin=1)
+    continuations(model, prompts, _writer(9), tmp_path / "a")
+    first, second = (json.loads(line)["output_ids"] for line in (tmp_path / "a" / FILE_NAME).read_text().splitlines())
+    end = next(i for i in range(2, 8) if second[i] not in first + second[:i])
+    writer = Writer(SamplingParams(9, 1.0, seed=3, eos_id=second[end]), at_once=2)
+    continuations(model, prompts, writer, tmp_path / "b")
+    lines = [json.loads(line) for line in (tmp_path / "b" / FILE_NAME).read_text().splitlines()]
+    assert [(line["number"], line["output_ids"]) for line in lines] == [(0, first), (1, second[:end])]
+
+
 def test_another_run_s_folder_is_refused(model, tmp_path):
     prompts = PromptCuts(DOCUMENTS, 3, 6, seed=4, begin=1)
     continuations(model, prompts, _writer(), tmp_path)
