@@ -80,6 +80,7 @@ def _cli_commands() -> list[list[str]]:
 
 
 def test_commands_have_their_verbs_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    from meshspark.launch import continuations
     from meshspark.launch.cli import main
 
     verbs = {"checkpoint": 2, "bench": 2, "fixture": 2, "convert": 2}
@@ -88,6 +89,8 @@ def test_commands_have_their_verbs_and_flags(capsys: pytest.CaptureFixture[str])
     for command in commands:
         with pytest.raises(SystemExit) as end:
             words = 3 if command[:2] == ["convert", "dspark"] else verbs.get(command[0], 1)
+            if command[0] == "continuations":
+                continuations.main(["--help"])
             main([*command[:words], "--help"])
         assert end.value.code in (0, None), command
         help_text = capsys.readouterr().out
