@@ -18,6 +18,7 @@ from ..parallel.topology import Topology
 from .context_steps import free_bytes
 from .limits import Work
 from .peer import peer_model
+from .report import check_target, plotting
 from .rounds import Load, Rounds, Row, Side, make_row
 from .slice import LAYERS, convert, slice_weights
 
@@ -125,6 +126,7 @@ def add_flags(flags: FlagParser, cases: Sequence[str], rounds: int) -> None:
         "--threads", type=int, default=torch.get_num_threads(), help="CPU threads of both (default: all)"
     )
     flags.add_argument("--stages", action="store_true", help="one more run of ours, with its time by stage")
+    flags.add_argument("--plot", metavar="FILE", help="step times as a picture (needs the extra plot)")
     left_out = ("ranks", "tp", "ep", "backend", "device", "timeout", "transport", "check", "control", "record", "trace")
     # The list of numerics is checked here; to the common flags one name is enough.
     add_common(flags, (*left_out, "numerics"))
@@ -159,8 +161,11 @@ def layers_of(text: str) -> tuple[int, ...]:
 
 
 def one_process(args: argparse.Namespace, flags: RunFlags, verb: str) -> None:
-    """FlagError where torchrun started several ranks; rounds and threads in their limits."""
+    """FlagError where torchrun started several ranks; rounds and threads in their limits, the picture's file too."""
     if flags.topology.world != 1:
         raise FlagError(f"{verb} is one process; start it without torchrun")
     check_range("--rounds", args.rounds, 1, 10_000)
     check_range("--threads", args.threads, 1, 1024)
+    check_target("--plot", args.plot)
+    if args.plot:
+        plotting()

@@ -158,7 +158,7 @@ def _act(argv: Sequence[str] | None) -> int:
     for case in plan.cases:
         for rows, found in run_case(plan, case):
             report.add(rows, found)
-    return report.end(flags.json, seed=plan.seed, steps=plan.steps)
+    return report.end(flags.json, args.plot, seed=plan.seed, steps=plan.steps)
 
 
 def prepare(args: argparse.Namespace, flags: RunFlags) -> Plan:

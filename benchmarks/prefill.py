@@ -116,7 +116,7 @@ def _act(argv: Sequence[str] | None) -> int:
         held = contest.make_contest(CASES[case](plan.layers), plan.numerics[case], plan.seed)
         for tokens in plan.tokens[case]:
             report.add(*prompt_rows(plan, Load(case, 1, tokens), held, meter))
-    return report.end(flags.json, seed=plan.seed)
+    return report.end(flags.json, args.plot, seed=plan.seed)
 
 
 def prepare(args: argparse.Namespace, flags: RunFlags) -> Plan:

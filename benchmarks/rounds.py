@@ -16,6 +16,7 @@ from rich.table import Table
 from ..launch.output import show, write_json
 from ..launch.worker import FAILED, OK
 from ..models.numerics import Numerics
+from .contest_plot import plot
 from .limits import Limit, Meter, Rates, Work, limit
 
 PEER = "transformers"
@@ -223,14 +224,15 @@ class Report:
                                 "contexts": [contexts[0], contexts[-1]], "ratio": ratio})  # fmt: skip
             print(f"{name}: a step at {contexts[-1]:,} takes {ratio:.2f} of one at {contexts[0]:,}", file=self.stream)
 
-    def end(self, json_target: str | None, **more: Any) -> int:
-        """The rates and the JSON; OK, or FAILED where both sides did not do the same work."""
+    def end(self, json_target: str | None, picture: str | None = None, **more: Any) -> int:
+        """The rates, the JSON and the picture; OK, or FAILED where both sides did not do the same work."""
         rates = _rates(self.rates)
         products = ", ".join(f"{name} {value / 1e9:,.0f}" for name, value in rates.items() if name != "read")
         print(f"beside: read {rates['read'] / 1e9:.1f} GB/s; products {products} G operations/s", file=self.stream)
         wrong = faults(self.rows)
         for fault in wrong:
             print(f"WRONG: {fault}", file=self.stream)
+        rows = [asdict(row) for row in self.rows]
         write_json(json_target, {
             "benchmark": self.benchmark,
             "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
@@ -238,6 +240,8 @@ class Report:
             **more,
             "rates": rates,
             "growth": self.growth,
-            "rows": [asdict(row) for row in self.rows],
+            "rows": rows,
         })  # fmt: skip
+        if picture:
+            plot(rows, picture)
         return FAILED if wrong else OK

@@ -34,9 +34,26 @@ def _same_threads():
 
 
 def test_decode_tells_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = tmp_path / "told.json"
+    told, picture = tmp_path / "told.json", tmp_path / "steps.png"
     given = "--case tiny --numerics float32,bfloat16,w8a8 --batch 1,3 --verify 5 --context 30,260 --rounds 1 --steps 1"
-    assert cli.main(["bench", "decode", *given.split(), "--threads", "1", "--stages", "--json", str(told)]) == 0
+    assert (
+        cli.main(
+            [
+                "bench",
+                "decode",
+                *given.split(),
+                "--threads",
+                "1",
+                "--stages",
+                "--json",
+                str(told),
+                "--plot",
+                str(picture),
+            ]
+        )
+        == 0
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
     data = json.loads(told.read_text())
     assert (data["schema"], data["benchmark"], data["threads"], data["steps"]) == (1, "decode", 1, 1)
     rows = data["rows"]

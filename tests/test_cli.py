@@ -72,7 +72,7 @@ def test_flags_are_frozen():
     own = ["--docs", "--log-every", "--minutes", "--output", "--threads", "--work"]
     alone = [flag for flag in COMMON if flag.removeprefix("--") not in ALONE]
     assert _flags(make_sample.parser()) == sorted([*alone, *own])
-    both = ["--case", "--json", "--layers", "--numerics", "--rounds", "--seed", "--stages", "--threads"]
+    both = ["--case", "--json", "--layers", "--numerics", "--plot", "--rounds", "--seed", "--stages", "--threads"]
     own = ["--batch", "--checkpoint", "--context", "--new-tokens", "--prompt-tokens", "--steps", "--verify"]
     assert _flags(decode.parser()) == sorted([*both, *own])
     assert _flags(prefill.parser()) == sorted([*both, "--tokens"])
