@@ -29,6 +29,8 @@ from .worker import config_facts
 PLACEMENTS = ("ddp", "sharded", "fsdp")
 SCHEDULES = ("constant", "linear", "cosine")
 BACKENDS = ("auto", "native", "eager", "sdpa", "flex", "flash")
+NO_MEANING = ("architectures", "dtype", "initializer_range")
+"""Keys of a draft's config that change nothing about a run that has started."""
 MOST = {"steps": 1 << 40, "batch": 1 << 20, "accumulate": 1 << 20, "anchors": 1 << 20, "save_every": 1 << 40}
 MOST |= {"log_every": 1 << 40, "keep": 1 << 20, "depth": 1 << 10}
 
@@ -101,8 +103,10 @@ class Task:
         # It changes memory, and nothing else.
         del learned["chunk_blocks"]
         draft = resume_contract(self.config, self.attention, learned)
+        whole = {key: value for key, value in self.config.to_dict().items() if key not in NO_MEANING}
         return {
             **draft,
+            "config": whole,
             "objective": learned,
             "run": asdict(self.settings),
             "data": self._data(),

@@ -219,6 +219,12 @@ def test_two_ranks_of_a_tensor_group_train_as_one_rank(whole, place, ranks):
         torch.testing.assert_close(tensor, _draft(whole)[name], rtol=2e-2, atol=2e-3, msg=name)
 
 
+def test_a_resumed_run_of_another_config_names_the_key(whole, place, tmp_path, capsys):
+    (tmp_path / "draft.json").write_text(json.dumps({**CONFIG, "rope_theta": 500.0}))
+    assert train_drafter.main(_command(place, whole, "--resume", "--config", str(tmp_path / "draft.json"))) == 1
+    assert "rope_theta: saved 10000.0, now 500.0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "more, said",
     [
