@@ -282,15 +282,15 @@ def _sink_left_out(patch: pytest.MonkeyPatch) -> None:
 
 def _no_markov_term(patch: pytest.MonkeyPatch) -> None:
     real = draft_module.markov_bias
-    patch.setattr(draft_module, "markov_bias", lambda previous, heads, wide: 0 * real(previous, heads, wide))
+    patch.setattr(draft_module, "markov_bias", lambda *given: 0 * real(*given))
 
 
 def _markov_of_the_anchor_alone(patch: pytest.MonkeyPatch) -> None:
     real, anchors = draft_module.markov_bias, []
 
-    def bias(previous: torch.Tensor, heads: Any, wide: torch.dtype) -> torch.Tensor:
+    def bias(previous: torch.Tensor, *rest: Any) -> torch.Tensor:
         anchors.append(previous)
-        return real(anchors[0], heads, wide)
+        return real(anchors[0], *rest)
 
     patch.setattr(draft_module, "markov_bias", bias)
 
@@ -311,7 +311,7 @@ def _confidence_of_the_draft_itself(patch: pytest.MonkeyPatch) -> None:
 
 def _mixing_transposed(patch: pytest.MonkeyPatch) -> None:
     real = stage.hc_post
-    patch.setattr(stage, "hc_post", lambda y, streams, post, mix: real(y, streams, post, mix.mT))
+    patch.setattr(stage, "hc_post", lambda y, streams, post, mix, *rest: real(y, streams, post, mix.mT, *rest))
 
 
 def _no_norm_of_each_head(patch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def _no_norm_of_each_head(patch: pytest.MonkeyPatch) -> None:
 
 
 def _output_not_turned_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stage, "rotate", lambda x, cos, sin, inverse: x)
+    patch.setattr(stage, "rotate", lambda x, *_, **__: x)
 
 
 PLANTS = {

@@ -165,7 +165,7 @@ def _causal(attend):
 
 
 def _transposed_mixing(hc_post):
-    return lambda y, streams, post, mix: hc_post(y, streams, post, mix.mT)
+    return lambda y, streams, post, mix, *rest: hc_post(y, streams, post, mix.mT, *rest)
 
 
 def _neighbour_slot(fill):
@@ -250,7 +250,12 @@ def _tap_of_what_enters(tap):
 
 PLANTS = [
     ("projector", PREFILL, "rows", _patched(stages_dspark, "join_taps", _taps_in_another_order)),
-    ("projector", PREFILL, "rows", _patched(projector, "rms_norm", lambda f: lambda x, g, eps, act: f(x, g, 1.0, act))),
+    (
+        "projector",
+        PREFILL,
+        "rows",
+        _patched(projector, "rms_norm", lambda f: lambda x, g, eps, *rest: f(x, g, 1.0, *rest)),
+    ),
     ("context-kv", {}, "keys", _patched(stages_dspark, "context_keys", _one_position_late)),
     ("context-kv", {}, "keys through FP8", _patched(projector, "round_trip", _coarser_groups)),
     ("context-kv", {}, "untouched slots", _patched(stages_dspark, "name_rows", _rejected_rows_too)),

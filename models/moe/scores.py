@@ -107,6 +107,8 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None) ->
 
     None, or a limit that is not positive, clamps nothing. The gradient is finite at any finite gate.
     """
-    if limit is not None and limit > 0:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (_SiLU.apply(gate) if _differentiates(gate) else silu(gate)).mul_(up)
+    limit = limit if limit is not None and limit > 0 else None
+    # One after the other: two clamped copies at once would be more than a step's memory is planned for.
+    gate = gate if limit is None else gate.clamp(max=limit)
+    gate = _SiLU.apply(gate) if _differentiates(gate) else silu(gate)
+    return gate.mul_(up if limit is None else up.clamp(-limit, limit))
