@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .report import plotting
+from .report import plotting, save_figure
 
 WIDTH = 0.8
 """Of a load's bars together; the space between loads is the rest of 1."""
@@ -18,10 +18,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: str) -> None:
     figure = plotting().Figure(figsize=(8.5, 3.5 * len(cases)), layout="constrained")
     for case, panel in zip(cases, figure.subplots(len(cases), 1, squeeze=False).flatten(), strict=True):
         _panel(panel, case, [row for row in rows if row["case"] == case])
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as problem:
-        raise ValueError(f"--plot is {path!r}, which could not be written: {problem}") from problem
+    save_figure(figure, path)
 
 
 def _panel(panel: Any, case: str, rows: Sequence[Mapping[str, Any]]) -> None:

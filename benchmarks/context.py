@@ -175,10 +175,7 @@ def plot(rows: Sequence[Context], path: Path) -> None:
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.legend(fontsize="small")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as problem:
-        raise ValueError(f"--plot is {str(path)!r}, which could not be written: {problem}") from problem
+    report.save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -129,6 +129,14 @@ def plotting() -> Any:
         raise ValueError(f"--plot needs matplotlib ({problem}); pip install 'meshspark[plot]'") from problem
 
 
+def save_figure(figure: Any, path: Path | str) -> None:
+    """Write the picture of --plot, in the form that its name ends with. ValueError where it cannot be written."""
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"--plot is {str(path)!r}, which could not be written: {problem}") from problem
+
+
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """algbw against bytes, one panel for each op; the dashed line is the memory copy beside each transport."""
     ops = list(dict.fromkeys(row["op"] for row in rows))
@@ -140,10 +148,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         _panel(panel, op, [row for row in rows if row["op"] == op and row["bytes"] > 0])
     for panel in panels[len(ops) :]:
         panel.set_axis_off()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as problem:
-        raise ValueError(f"--plot is {str(path)!r}, which could not be written: {problem}") from problem
+    save_figure(figure, path)
 
 
 def _panel(panel: Any, op: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -155,7 +155,7 @@ def run(plan: Plan, flags: RunFlags, groups: Groups) -> None:
     write_json(flags.json, document)
     show(people(flags.json), table(plan.case, rows))
     if plan.plot:
-        plot(plan, rows)
+        plot(plan, rows, plan.plot)
 
 
 def _prompts(plan: Plan, vocab: int, batch: int, seed: int) -> list[list[int]]:
@@ -232,7 +232,7 @@ def table(case: str, rows: Sequence[dict[str, Any]]) -> Table:
     return shown
 
 
-def plot(plan: Plan, rows: Sequence[dict[str, Any]]) -> None:
+def plot(plan: Plan, rows: Sequence[dict[str, Any]], path: str) -> None:
     """Oracle: over plain decoding against the chance, a line for each gamma. Widths: by batch against the width."""
     figure = report.plotting().Figure(figsize=(7, 4.5), layout="constrained")
     panel = figure.subplots()
@@ -253,10 +253,7 @@ def plot(plan: Plan, rows: Sequence[dict[str, Any]]) -> None:
         panel.set(xlabel="rows of a request (dashed: scheduled, dotted: lagged)", ylabel="tokens/s over plain decoding")
         panel.legend(title="requests")
     panel.axhline(1, color="grey", linewidth=0.5)
-    try:
-        figure.savefig(plan.plot)
-    except (OSError, ValueError) as problem:
-        raise ValueError(f"--plot is {plan.plot!r}, which could not be written: {problem}") from problem
+    report.save_figure(figure, path)
 
 
 if __name__ == "__main__":

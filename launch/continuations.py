@@ -26,7 +26,7 @@ from .engine import Engine
 from .engine_flags import EngineFlags, add_engine_flags, engine_flags
 from .exchange import try_exchanges
 from .flags import FlagError, FlagParser, RunFlags, add_common, check_range
-from .generate import SAMPLE, SEEDS, load_model
+from .generate import SAMPLE, SEEDS, load_model, require_checkpoint
 from .memory import engine_arguments
 from .output import SCHEMA, people, write_json
 from .requests import RequestFailed
@@ -289,8 +289,7 @@ def _act(argv: Sequence[str] | None) -> int:
 
 def prepare(args: argparse.Namespace, flags: RunFlags) -> Task:
     """Check everything that can be checked before a rank starts. ValueError."""
-    if not (args.checkpoint / "config.json").is_file():
-        raise ValueError(f"there is no checkpoint: {args.checkpoint / 'config.json'} does not exist")
+    require_checkpoint(args.checkpoint)
     config = read_config(args.checkpoint)
     flags.topology.check_model(config.o_groups, config.vocab_size, config.n_routed_experts)
     check_range("--prompts", args.prompts, 1, MOST_PROMPTS)

@@ -34,7 +34,7 @@ from ..models.v4.config import V4Config
 from ..parallel.groups import Groups
 from .exchange import try_exchanges
 from .flags import FlagError, FlagParser, RunFlags, add_common, check_range
-from .generate import SAMPLE, load_model
+from .generate import SAMPLE, load_model, require_checkpoint
 from .output import people, write_json
 from .spawn import run_job
 from .worker import config_facts, named_stage, read_place, resolve_here, run_main
@@ -105,8 +105,7 @@ def _act(argv: Sequence[str] | None) -> int:
 
 def prepare(args: argparse.Namespace, flags: RunFlags) -> Task:
     """Check everything that can be checked before a rank starts. ValueError."""
-    if not (args.checkpoint / "config.json").is_file():
-        raise ValueError(f"there is no checkpoint: {args.checkpoint / 'config.json'} does not exist")
+    require_checkpoint(args.checkpoint)
     config = read_config(args.checkpoint)
     flags.topology.check_model(config.o_groups, config.vocab_size, config.n_routed_experts)
     check_range("--rows", args.rows, 1, MOST_ROWS)

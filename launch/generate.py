@@ -138,9 +138,7 @@ def _act(argv: Sequence[str] | None) -> int:
 def prepare(args: argparse.Namespace, flags: RunFlags) -> Task:
     """Check everything that can be checked before a rank starts. ValueError."""
     directory: Path = args.checkpoint
-    if not (directory / "config.json").is_file():
-        what = "the bundled sample is not there" if directory == SAMPLE else "there is no checkpoint"
-        raise ValueError(f"{what}: {directory / 'config.json'} does not exist; give --checkpoint DIR")
+    require_checkpoint(directory)
     config = read_config(directory)
     flags.topology.check_model(config.o_groups, config.vocab_size, config.n_routed_experts)
     tokenizer = TextTokenizer.load(directory, config.vocab_size)
@@ -166,6 +164,13 @@ def prepare(args: argparse.Namespace, flags: RunFlags) -> Task:
             f"{params.max_new_tokens} are {task.longest} positions, allowed: {most}"
         )
     return task
+
+
+def require_checkpoint(directory: Path) -> None:
+    """ValueError where --checkpoint names a folder without a config.json."""
+    if not (directory / "config.json").is_file():
+        what = "the bundled sample is not there" if directory == SAMPLE else "there is no checkpoint"
+        raise ValueError(f"{what}: {directory / 'config.json'} does not exist; give --checkpoint DIR")
 
 
 def encode_prompt(prompt: str, tokenizer: TextTokenizer, chat: str | None) -> list[int]:

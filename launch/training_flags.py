@@ -23,7 +23,7 @@ from ..models.training.target_tables import find_tables
 from ..models.training.token_files import TokenFiles
 from ..parallel.topology import Topology
 from .flags import FlagError, FlagParser, RunFlags, add_common, check_range, resolve_topology
-from .generate import SAMPLE
+from .generate import SAMPLE, require_checkpoint
 from .worker import config_facts
 
 PLACEMENTS = ("ddp", "sharded", "fsdp")
@@ -316,8 +316,7 @@ def _data(
 ) -> tuple[TokenFiles | None, FeatureFiles | None]:
     if (args.data is None) == (args.features is None):
         raise FlagError("give --data DIR for a target that runs with the trainer, or --features DIR for its files")
-    if not (args.checkpoint / "config.json").is_file():
-        raise ValueError(f"there is no checkpoint: {args.checkpoint / 'config.json'} does not exist")
+    require_checkpoint(args.checkpoint)
     if args.features is not None:
         files = FeatureFiles(args.features)
         files.spec.require(spec, str(args.features))

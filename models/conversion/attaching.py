@@ -9,7 +9,7 @@ from typing import Any
 
 from ..checkpoint.convert import check_room
 from ..checkpoint.forms import OFFICIAL
-from ..checkpoint.reader import INDEX_NAME, read_json_object
+from ..checkpoint.reader import INDEX_NAME, read_json_object, weight_map_of
 from ..checkpoint.verify import CONFIG_NAME, Checkpoint, open_checkpoint
 from ..checkpoint.writer import write_json_file
 from ..v4.config import CONFIG_LIMIT
@@ -41,10 +41,10 @@ def attach_dspark(
         raise ValueError(f"{out} exists, allowed: a folder that does not exist yet")
     checkpoint = open_checkpoint(target)
     config = drafting_config(checkpoint, draft)
-    kept = _kept_files(checkpoint)
     shards = {stored.shard for stored in checkpoint.stored.values()}
+    plain = _plain_files(target)
     out.parent.mkdir(parents=True, exist_ok=True)
-    check_room(out, sum((target / name).stat().st_size for name in kept))
+    check_room(out, sum((target / name).stat().st_size for name in (*shards, *plain)))
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as work:
         whole, own = Path(work) / "whole", Path(work) / "drafter"
         write_json_file(official := Path(work) / CONFIG_NAME, config)
@@ -53,13 +53,15 @@ def attach_dspark(
             progress=progress,
         )  # fmt: skip
         whole.mkdir()
-        for name in kept:
-            (_link if name in shards else shutil.copy2)(target / name, whole / name)
+        for name in shards:
+            _link(target / name, whole / name)
+        for name in plain:
+            shutil.copy2(target / name, whole / name)
         weight_map = {stored.name: stored.shard for stored in checkpoint.stored.values()}
         for path in sorted(own.glob("*.safetensors")):
             path.rename(whole / DRAFTER_SHARD.format(path.name))
-        index = read_json_object(own / INDEX_NAME, CONFIG_LIMIT)
-        weight_map |= {name: DRAFTER_SHARD.format(shard) for name, shard in index["weight_map"].items()}
+        drafter = weight_map_of(own / INDEX_NAME)
+        weight_map |= {name: DRAFTER_SHARD.format(shard) for name, shard in drafter.items()}
         size = done.num_bytes + sum(stored.num_bytes for stored in checkpoint.stored.values())
         write_json_file(whole / INDEX_NAME, {"metadata": {"total_size": size}, "weight_map": weight_map})
         write_json_file(whole / CONFIG_NAME, config)
@@ -96,11 +98,10 @@ def _drafting_keys(raw: Mapping[str, Any], shape: Mapping[str, Any]) -> dict[str
     return {"compress_ratios": [*raw["compress_ratios"], *[0] * stages], **named}
 
 
-def _kept_files(checkpoint: Checkpoint) -> list[str]:
-    """The target's own files beside config and index: its shards, and plain files such as the tokenizer."""
-    shards = {stored.shard for stored in checkpoint.stored.values()}
-    files = [path for path in checkpoint.directory.iterdir() if path.is_file() and path.suffix != ".safetensors"]
-    return sorted(shards | {path.name for path in files if path.name not in (CONFIG_NAME, INDEX_NAME)})
+def _plain_files(target: Path) -> list[str]:
+    """The target's files beside config, index and weights, such as the tokenizer."""
+    files = [path for path in target.iterdir() if path.is_file() and path.suffix != ".safetensors"]
+    return sorted(path.name for path in files if path.name not in (CONFIG_NAME, INDEX_NAME))
 
 
 def _link(source: Path, place: Path) -> None:
