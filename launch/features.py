@@ -28,7 +28,7 @@ from ..models.training.feature_files import (
     token_bytes,
     write_index,
 )
-from ..models.training.feature_spec import POINTS, FeatureSpec, draft_features
+from ..models.training.feature_spec import POINTS, STREAMS, FeatureSpec, draft_features
 from ..models.training.token_files import TokenFiles
 from ..models.v4.config import V4Config
 from ..parallel.groups import Groups
@@ -72,7 +72,7 @@ def parser() -> FlagParser:
     flags.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to be made, seen by all ranks")
     flags.add_argument("--config", type=Path, metavar="FILE", help="a draft's config: what it reads is captured")
     flags.add_argument("--layers", metavar="N,N,...", help="captured layers in order, without --config")
-    flags.add_argument("--point", choices=POINTS, help="streams' mean behind or before a layer (default: mean_out)")
+    flags.add_argument("--point", choices=POINTS, help="which states of a layer (default: mean_out)")
     flags.add_argument(
         "--without-teacher", action="store_true", help="leave out the state that enters the LM head: for CE alone"
     )
@@ -110,7 +110,7 @@ def prepare(args: argparse.Namespace, flags: RunFlags) -> Task:
     flags.topology.check_model(config.o_groups, config.vocab_size, config.n_routed_experts)
     check_range("--rows", args.rows, 1, MOST_ROWS)
     spec = wanted_features(args, config)
-    spec.check_target(config.num_hidden_layers, config.hidden_size, config.vocab_size)
+    spec.check_target(config.num_hidden_layers, config.hidden_size, config.vocab_size, config.hc_mult)
     data = TokenFiles(args.data, config.vocab_size, config.max_position_embeddings)
     target = config_facts(args.checkpoint)["config.json"]
     # At least a shard for every TP group, which writes its own.
@@ -133,7 +133,9 @@ def wanted_features(args: argparse.Namespace, config: V4Config) -> FeatureSpec:
     if not all(p.isascii() and p.isdecimal() and len(p) < 10 for p in pieces):
         raise FlagError(f"--layers is {args.layers!r}, allowed: numbers such as 40,41,42")
     layers = tuple(int(p) for p in pieces)
-    return FeatureSpec(layers, args.point or POINTS[0], config.hidden_size, config.vocab_size, teacher)
+    point = args.point or POINTS[0]
+    streams = config.hc_mult if point == STREAMS else 1
+    return FeatureSpec(layers, point, config.hidden_size, config.vocab_size, teacher, streams=streams)
 
 
 def check_room(task: Task) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import torch
 
 from ..comm.agreement import agree
-from ..models.drafts.draft import DSparkDraft
+from ..models.drafts.build import Draft, build_draft
 from ..models.moe.balancing import MoEBalancing, mixture_layers
 from ..models.moe.expert_parallel import shard_experts
 from ..models.numerics import numerics
@@ -21,7 +21,7 @@ from ..models.training.order import generators
 from ..models.training.packing import DraftBatch
 from ..models.training.placed import Placed, place
 from ..models.training.placement import AdamWSettings
-from ..models.training.prepare import context_reach, draft_batch
+from ..models.training.prepare import draft_batch, draft_reach
 from ..models.training.samples import FeatureShape, collate
 from ..models.training.sources import FeatureSource
 from ..models.training.state import Progress, latest_state, load_state, save_state
@@ -50,11 +50,11 @@ class DrafterRun:
         self.task, self.groups = task, groups
         config, self.compute = task.config, numerics(task.settings.numerics).activation
         self.order = task.order()
-        self.reach = context_reach(config.dflash.context_window, config.sliding_window, config.layer_types)
+        self.reach = draft_reach(config)
         self.draft = _make_draft(task, groups)
         self.placed = _placed(self.draft, task, groups, self.compute)
         tables = read_tables(task.checkpoint, config.vocab_size, config.hidden_size, self.compute, groups.device)
-        objective: Objective = Objective(self.draft, tables, task.objective)
+        objective: Objective = Objective(self.draft, tables, task.objective, reads_next=config.is_mtp)
         self.core: TrainerCore[DraftBatch] = TrainerCore(
             objective, self.placed, max_grad_norm=task.settings.clip, learning_rate=task.settings.rate
         )
@@ -89,7 +89,8 @@ class DrafterRun:
         draws, samples = source.micro_batch(self.core.steps, micro)
         drawn = generators(draws, self.task.settings.seed)
         weights = torch.promote_types(self.compute, torch.float32)
-        batch = draft_batch(collate(samples, self.shape), self.task.objective, self.reach, drawn, weights)
+        led = self.task.config.is_mtp
+        batch = draft_batch(collate(samples, self.shape), self.task.objective, self.reach, drawn, weights, led=led)
         return batch.to(self.groups.device)
 
     def write_draft(self) -> None:
@@ -97,10 +98,10 @@ class DrafterRun:
         write_draft(self.task.out / DRAFT_NAME, self.task.config, self.placed, writes=self.groups.rank == 0)
 
 
-def _make_draft(task: Task, groups: Groups) -> DSparkDraft:
+def _make_draft(task: Task, groups: Groups) -> Draft:
     """Whole and alike on all ranks, then this rank's share of the experts."""
     torch.manual_seed(task.settings.seed)
-    draft = DSparkDraft(task.config, task.attention)
+    draft = build_draft(task.config, task.attention)
     if task.start is not None:
         load_draft_files(task.start, draft)
     if task.settings.numerics == "float64":
@@ -112,7 +113,7 @@ def _make_draft(task: Task, groups: Groups) -> DSparkDraft:
     return draft.to(groups.device).train()
 
 
-def _placed(draft: DSparkDraft, task: Task, groups: Groups, compute: torch.dtype) -> Placed:
+def _placed(draft: Draft, task: Task, groups: Groups, compute: torch.dtype) -> Placed:
     s = task.settings
     optimizer = AdamWSettings(learning_rate=s.learning_rate, weight_decay=s.weight_decay)
     narrow = compute if compute.itemsize < torch.float32.itemsize else None

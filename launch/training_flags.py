@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..models.checkpoint.verify import read_config as read_target_config
+from ..models.drafts.build import build_draft
 from ..models.drafts.config import DraftConfig, read_config
 from ..models.drafts.contract import resume_contract
-from ..models.drafts.draft import DSparkDraft
 from ..models.training.anchors import RULES
 from ..models.training.config import ObjectiveConfig
 from ..models.training.draft_files import check_draft_files
@@ -272,7 +272,7 @@ def _check_config(args: argparse.Namespace, config: DraftConfig) -> None:
         raise FlagError(f"--draft-ep is {args.draft_ep}, but the draft has no experts; allowed: 1")
     # What an attention backend cannot serve is said when modules are made, on no memory here.
     with torch.device("meta"):
-        DSparkDraft(config, args.attention)
+        build_draft(config, args.attention)
 
 
 def _objective(args: argparse.Namespace, config: DraftConfig) -> ObjectiveConfig:
@@ -283,7 +283,8 @@ def _objective(args: argparse.Namespace, config: DraftConfig) -> ObjectiveConfig
         raise FlagError(f"--confidence is {confidence}, but the draft has no confidence head; allowed: 0")
     return ObjectiveConfig(
         block_size=config.block_size,
-        mask_token_id=config.dflash.mask_token_id,
+        # An MTP layer has none, and blocks of one row, where none stands.
+        mask_token_id=config.dflash.mask_token_id or 0,
         num_anchors=args.anchors,
         anchor_rule=args.anchor_rule,
         loss_decay_gamma=args.decay_gamma or None,
@@ -328,7 +329,7 @@ def _data(
         return None, files
     shape = read_target_config(args.checkpoint)
     target.check_model(shape.o_groups, shape.vocab_size, shape.n_routed_experts)
-    spec.check_target(shape.num_hidden_layers, shape.hidden_size, shape.vocab_size)
+    spec.check_target(shape.num_hidden_layers, shape.hidden_size, shape.vocab_size, shape.hc_mult)
     if config.num_target_layers != shape.num_hidden_layers:
         raise ValueError(
             f"{args.config}: num_target_layers is {config.num_target_layers}, the target has {shape.num_hidden_layers}"

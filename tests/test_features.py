@@ -227,7 +227,7 @@ def test_every_difference_from_the_draft_is_named():
     with pytest.raises(ValueError, match="no target_last_hidden_states"):
         replace(SPEC, teacher=False).require(SPEC)
     with pytest.raises(ValueError, match="the target has layers 0 to 3"):
-        SPEC.check_target(4, 64, 264)
+        SPEC.check_target(4, 64, 264, 4)
 
 
 def test_the_verb(tmp_path, capsys):

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 from ..checkpoint.shown import shown_value
 from ..moe.families import ffn_kinds
 from .attention import AttentionConfig
-from .config_checks import RESIDUAL_KEYS, check_dflash, check_draft, check_residual
+from .config_checks import DSPARK, MTP, RESIDUAL_KEYS, check_dflash, check_draft, check_residual
 
 CONFIG_LIMIT = 1 << 20
 """Bytes of a config.json at most."""
 
-ARCHITECTURE = "DSparkDraftModel"
+ARCHITECTURES = {DSPARK: "DSparkDraftModel", MTP: "MtpDraftModel"}
+"""projector_type -> what config.json calls the model."""
 
 _INFORMATION = ("architectures", "model_type", "transformers_version", "torch_dtype")
 """Keys that say nothing which a draft is built of; torch_dtype is another name of dtype."""
@@ -26,15 +27,16 @@ C = TypeVar("C")
 class DFlashFields:
     """The keys of `dflash_config`. Defaults are those of an absent key.
 
-    target_layer_ids: captured layers of the target, in the order in which their states stand side by side.
+    projector_type: "dspark", or "mtp" for a plain MTP layer. target_layer_ids: captured layers of the target, in the
+    order in which their states stand side by side. mask_token_id: None for an MTP layer, which has no masks.
     context_window: how many context rows before its anchor a block sees, None for all. attention_sinks and qk_norm:
     a sink per head, and norms of each head's query and key, where the kind of attention leaves a choice.
     confidence_head_input: "post_norm" or "pre_norm", the readout after or before the final norm.
     """
 
     target_layer_ids: tuple[int, ...]
-    mask_token_id: int
-    projector_type: str = "dspark"
+    mask_token_id: int | None
+    projector_type: str = DSPARK
     attention_mode: str = "gqa"
     attention_sinks: bool = False
     qk_norm: bool = True
@@ -126,9 +128,15 @@ class DraftConfig:
         check_draft(self)
 
     @property
+    def is_mtp(self) -> bool:
+        """Whether this is a plain MTP layer (mtp.py), not a DSpark draft."""
+        return self.dflash.projector_type == MTP
+
+    @property
     def feature_width(self) -> int:
-        """Width of the context's features: the captured layers' states side by side."""
-        return len(self.dflash.target_layer_ids) * self.hidden_size
+        """Width of the context's features: the captured layers' states side by side, or the last one's streams."""
+        states = self.residual.streams if self.is_mtp else len(self.dflash.target_layer_ids)
+        return states * self.hidden_size
 
     @property
     def has_moe(self) -> bool:
@@ -151,7 +159,7 @@ class DraftConfig:
         plain = {key: value for key, value in raw.items() if key not in _INFORMATION}
         if "torch_dtype" in raw:
             plain.setdefault("dtype", raw["torch_dtype"])
-        dflash = _part(DFlashFields, plain.pop("dflash_config", {}), "dflash_config")
+        dflash = _dflash(plain.pop("dflash_config", {}))
         residual = _residual(plain.pop("draft_residual", {"kind": "standard"}))
         return _build(DraftConfig, {**plain, "dflash": dflash, "residual": residual}, "")
 
@@ -160,7 +168,7 @@ class DraftConfig:
         `draft_residual` those of other kinds."""
         own = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name not in ("dflash", "residual")}
         return {
-            "architectures": [ARCHITECTURE],
+            "architectures": [ARCHITECTURES[self.dflash.projector_type]],
             **{key: value for key, value in own.items() if value is not None},
             "dflash_config": {
                 f.name: _plain(getattr(self.dflash, f.name))
@@ -186,6 +194,12 @@ def read_config(path: Path) -> DraftConfig:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+def _dflash(raw: Any) -> DFlashFields:
+    if isinstance(raw, Mapping) and raw.get("projector_type") == MTP:
+        raw = {"mask_token_id": None, **raw}
+    return _part(DFlashFields, raw, "dflash_config")
 
 
 def _residual(raw: Any) -> ResidualFields:

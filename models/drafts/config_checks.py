@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.shown import shown_value
 from ..moe.families import check_ffn
-from .attention import AttentionConfig
+from .attention import SLIDING, AttentionConfig
 from .dense import check_grouped, check_latent
 from .v4_attention import check_v4
 
 if TYPE_CHECKING:
     from .config import DFlashFields, DraftConfig, ResidualFields
+
+DSPARK, MTP = "dspark", "mtp"
+"""Values of projector_type: a DSpark draft, a plain MTP layer."""
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 CONFIDENCE_INPUTS = ("post_norm", "pre_norm")
@@ -94,13 +97,16 @@ _ONLY = {"hidden_act": "silu", "rope_scaling": None, "tie_word_embeddings": Fals
 def check_dflash(dflash: "DFlashFields") -> None:
     """ValueError naming the key of dflash_config, its value and what is allowed."""
     at = "dflash_config."
-    _numbers(dflash, DFLASH_LIMITS, at)
+    _one_of(f"{at}projector_type", dflash.projector_type, (DSPARK, MTP))
+    masked = dflash.projector_type != MTP
+    if not masked and dflash.mask_token_id is not None:
+        _refuse(f"{at}mask_token_id", dflash.mask_token_id, "null, for an MTP layer has no masks")
+    _numbers(dflash, {name: each for name, each in DFLASH_LIMITS.items() if masked or name != "mask_token_id"}, at)
     layers = dflash.target_layer_ids
     if not isinstance(layers, tuple) or not layers or not all(_whole(layer) and layer >= 0 for layer in layers):
         _refuse(f"{at}target_layer_ids", layers, "one layer number at least, each 0 or more")
     if len(set(layers)) != len(layers):
         _refuse(f"{at}target_layer_ids", layers, "each layer once")
-    _one_of(f"{at}projector_type", dflash.projector_type, ("dspark",))
     _one_of(f"{at}attention_mode", dflash.attention_mode, tuple(KIND_CHECKS))
     _one_of(f"{at}markov_head_type", dflash.markov_head_type, MARKOV_KINDS)
     _one_of(f"{at}confidence_head_input", dflash.confidence_head_input, CONFIDENCE_INPUTS)
@@ -135,12 +141,36 @@ def check_draft(config: "DraftConfig") -> None:
     highest = max(config.dflash.target_layer_ids)
     if highest >= config.num_target_layers:
         _refuse("dflash_config.target_layer_ids", highest, f"below num_target_layers {config.num_target_layers}")
-    if config.dflash.mask_token_id >= config.vocab_size:
-        _refuse("dflash_config.mask_token_id", config.dflash.mask_token_id, f"below vocab_size {config.vocab_size}")
+    mask = config.dflash.mask_token_id
+    if mask is not None and mask >= config.vocab_size:
+        _refuse("dflash_config.mask_token_id", mask, f"below vocab_size {config.vocab_size}")
     if config.layer_types is not None and len(config.layer_types) != config.num_hidden_layers:
         _refuse("layer_types", config.layer_types, f"one for each of num_hidden_layers {config.num_hidden_layers}")
+    if config.is_mtp:
+        check_mtp(config)
     check_attention(config.attention(), config.dflash.qk_norm)
     check_ffn(config)
+
+
+def check_mtp(config: "DraftConfig") -> None:
+    """ValueError naming the key in which a config is not that of a plain MTP layer, model.md 7."""
+    last, dflash, residual = config.num_target_layers - 1, "dflash_config", "draft_residual"
+    only: dict[str, tuple[Any, Any]] = {
+        "num_hidden_layers": (config.num_hidden_layers, 1),
+        "block_size": (config.block_size, 1),
+        "layer_types": (config.layer_types, (SLIDING,)),
+        f"{dflash}.target_layer_ids": (config.dflash.target_layer_ids, (last,)),
+        f"{dflash}.attention_mode": (config.dflash.attention_mode, "deepseek_v4"),
+        f"{dflash}.context_window": (config.dflash.context_window, None),
+        f"{dflash}.markov_rank": (config.dflash.markov_rank, 0),
+        f"{dflash}.enable_confidence_head": (config.dflash.enable_confidence_head, False),
+        f"{residual}.kind": (config.residual.kind, "mhc"),
+        f"{residual}.pre_from_prev": (config.residual.pre_from_prev, False),
+    }
+    for name, (value, wanted) in only.items():
+        if value != wanted:
+            shown = list(wanted) if isinstance(wanted, tuple) else wanted
+            _refuse(name, value, f"{shown!r}, for projector_type is 'mtp': one layer over the target's last streams")
 
 
 def check_attention(settings: AttentionConfig, qk_norm: bool) -> None:

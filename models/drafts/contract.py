@@ -36,6 +36,8 @@ def resume_contract(config: DraftConfig, attention_backend: str, objective: Mapp
         **attention_contract(config.attention(attention_backend)),
         **{key: objective[key] for key in OBJECTIVE_KEYS},
     }
+    if config.is_mtp:
+        contract["projector_type"] = dflash.projector_type
     if residual.kind != "standard":
         contract |= {f"draft_residual.{key}": getattr(residual, key) for key in RESIDUAL_KEYS[residual.kind]}
     if config.has_moe:

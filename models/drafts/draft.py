@@ -42,6 +42,8 @@ class DSparkDraft(nn.Module):
         flex_options: Mapping[str, int | bool] | None = None,
     ) -> None:
         super().__init__()
+        if config.is_mtp:
+            raise ValueError("projector_type is 'mtp', allowed: 'dspark', for DSparkDraft")
         self.config = config
         settings = config.attention(attention_backend, flex_options)
         self.fc = nn.Linear(config.feature_width, config.hidden_size, bias=False)

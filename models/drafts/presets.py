@@ -51,6 +51,24 @@ def deepseek_v4_flash_dspark() -> DraftConfig:
     )
 
 
+def deepseek_v4_flash_mtp() -> DraftConfig:
+    """The plain MTP layer of DeepSeek-V4-Flash: 31 tensors. Features are the streams behind the last layer."""
+    return replace(
+        deepseek_v4_flash_dspark(),
+        num_hidden_layers=1,
+        block_size=1,
+        layer_types=("sliding_attention",),
+        sliding_window=128,
+        dflash=DFlashFields(
+            target_layer_ids=(42,),
+            mask_token_id=None,
+            projector_type="mtp",
+            attention_mode="deepseek_v4",
+            moe_router_enable_expert_bias=True,
+        ),
+    )
+
+
 def deepseek_v41_flash_dspark() -> DraftConfig:
     """The drafter of V4.1-Flash: 75 tensors, 14,225,362,146 elements. Features are the streams that enter a layer."""
     v4 = deepseek_v4_flash_dspark()
@@ -111,6 +129,7 @@ def qwen3_8b_moe_dspark() -> DraftConfig:
 PRESETS: Mapping[str, Callable[[], DraftConfig]] = MappingProxyType(
     {
         "deepseek-v4-flash-dspark": deepseek_v4_flash_dspark,
+        "deepseek-v4-flash-mtp": deepseek_v4_flash_mtp,
         "deepseek-v4.1-flash-dspark": deepseek_v41_flash_dspark,
         "qwen3-8b-moe-dspark": qwen3_8b_moe_dspark,
     }

@@ -25,9 +25,12 @@ class Anchors:
     candidates_B: Tensor
 
 
-def candidates(loss_mask_BS: Tensor, documents_BS: Tensor | None = None, rule: str = "both") -> Tensor:
+def candidates(
+    loss_mask_BS: Tensor, documents_BS: Tensor | None = None, rule: str = "both", *, led: bool = False
+) -> Tensor:
     """Where an anchor may be, bool [B, S]: never at the last position, never with its first target in a new document.
 
+    led: neither at the first position of a document, for an MTP layer, whose row stands before the anchor.
     ValueError for an unknown rule.
     """
     if rule not in RULES:
@@ -37,6 +40,10 @@ def candidates(loss_mask_BS: Tensor, documents_BS: Tensor | None = None, rule: s
     valid_BS[:, :-1] = (here & after) if rule == "both" else after
     if documents_BS is not None:
         valid_BS[:, :-1] &= documents_BS[:, :-1] == documents_BS[:, 1:]
+    if led:
+        valid_BS[:, :1] = False
+        if documents_BS is not None:
+            valid_BS[:, 1:] &= documents_BS[:, :-1] == documents_BS[:, 1:]
     return valid_BS
 
 
@@ -46,6 +53,8 @@ def draw_anchors(
     generators: Sequence[torch.Generator],
     num_anchors: int = 512,
     rule: str = "both",
+    *,
+    led: bool = False,
 ) -> Anchors:
     """Up to `num_anchors` candidates of each sample, uniform without replacement, rising.
 
@@ -58,7 +67,7 @@ def draw_anchors(
     if len(generators) != loss_mask_BS.shape[0]:
         raise ValueError(f"{len(generators)} generators for {loss_mask_BS.shape[0]} samples, needed: one each")
     drawn, counts = [], []
-    for valid_S, generator in zip(candidates(loss_mask_BS, documents_BS, rule), generators, strict=True):
+    for valid_S, generator in zip(candidates(loss_mask_BS, documents_BS, rule, led=led), generators, strict=True):
         places = valid_S.nonzero().flatten()
         counts.append(len(places))
         if len(places) > num_anchors:

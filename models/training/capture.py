@@ -1,10 +1,11 @@
 """Features of token sequences from the target's own forward: captured layers, and the state that enters its LM head.
 
-Letters: T local rows, R rows received, S positions of a sequence, F features, H hidden.
+Letters: T local rows, R rows received, S positions of a sequence, F features, h streams, H hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -14,6 +15,11 @@ from ...layouts.rowplan import RowPlan
 from ...layouts.rows import RequestRows
 from ..v4.model import Model, Tap
 from .feature_spec import FeatureSpec
+
+_TAPS: Mapping[str, Literal["mean_out", "mean_in", "streams"]] = MappingProxyType(
+    {"mean_out": "mean_out", "mean_in": "mean_in", "streams": "streams"}
+)
+"""Point of the features -> that of the target."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +36,9 @@ class TargetCapture:
     def __init__(self, model: Model, spec: FeatureSpec) -> None:
         """ValueError where the target cannot give such features."""
         config = model.config
-        spec.check_target(config.num_hidden_layers, config.hidden_size, config.vocab_size)
+        spec.check_target(config.num_hidden_layers, config.hidden_size, config.vocab_size, config.hc_mult)
         self.model, self.spec = model, spec
-        self._taps = tuple(Tap(layer, _point(spec.point)) for layer in spec.layers)
+        self._taps = tuple(Tap(layer, _TAPS[spec.point]) for layer in spec.layers)
         self._last = Tap(config.num_hidden_layers - 1, "streams")
 
     @torch.no_grad()
@@ -46,8 +52,10 @@ class TargetCapture:
         owners = [0] * len(sequences) if owners is None else list(owners)
         plan = self.model.plan([RequestRows(i, 0, tokens) for i, tokens in enumerate(sequences)])
         taps = (*self._taps, self._last) if self.spec.teacher else self._taps
+        taps = tuple(dict.fromkeys(taps))
         output = self.model.forward(plan, taps=taps, want="ids")
-        parts = [output.taps[tap] for tap in self._taps]
+        # Streams [T, h, H] lie one after the other, as h * H columns.
+        parts = [output.taps[tap].flatten(1) for tap in self._taps]
         if self.spec.teacher:
             parts.append(self.model.head_input(output.taps[self._last]))
         rows_TC = torch.cat([part.to(torch.bfloat16) for part in parts], dim=-1)
@@ -85,7 +93,3 @@ class TargetCapture:
             hidden, last = states_SC[:, : self.spec.width], states_SC[:, self.spec.width :]
             found[sequence] = Features(hidden.contiguous(), last.contiguous() if self.spec.teacher else None)
         return found
-
-
-def _point(point: str) -> Literal["mean_out", "mean_in"]:
-    return "mean_in" if point == "mean_in" else "mean_out"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..checkpoint.reader import INDEX_NAME, CheckpointError, Reader, few, list_stored
 from ..checkpoint.verify import CONFIG_NAME
+from ..drafts.build import Draft, build_draft
 from ..drafts.config import DraftConfig
-from ..drafts.draft import DSparkDraft
 from .parts import wide_names
 from .placed import Placed
 
@@ -80,7 +80,7 @@ def _write(path: Path, value: Mapping[str, object]) -> None:
 def check_draft_files(folder: Path, config: DraftConfig) -> None:
     """CheckpointError unless the folder holds exactly the tensors of such a draft; no weight is read."""
     with torch.device("meta"):
-        wanted = {name: tuple(t.shape) for name, t in DSparkDraft(config).state_dict().items()}
+        wanted = {name: tuple(t.shape) for name, t in build_draft(config).state_dict().items()}
     stored, _ = list_stored(folder)
     found = {name: place.shape for name, place in stored.items()}
     wrong = [f"{name} {found[name]}, needed {wanted[name]}" for name in found.keys() & wanted.keys()]
@@ -96,7 +96,7 @@ def _differing(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[
 
 
 @torch.no_grad()
-def load_draft_files(folder: Path, draft: DSparkDraft) -> None:
+def load_draft_files(folder: Path, draft: Draft) -> None:
     """Bring a whole draft to the values in a folder that `check_draft_files` has looked at."""
     stored, _ = list_stored(folder)
     with Reader(folder) as reader:

@@ -1,4 +1,4 @@
-"""The DSpark objective: cross entropy, L1 distance to the target and confidence, training.md 7.4 and 7.5.
+"""The objective of drafts: cross entropy, L1 distance to the target and confidence, training.md 7.4 and 7.5.
 
 Letters: D packed documents, N blocks, b offsets of a block, Q = N * b, P context rows, F features, H hidden,
 V vocabulary (or a rank's shard of it), r the Markov rank.
@@ -44,7 +44,8 @@ class TargetTables:
 class Objective:
     """Turns a packed micro-batch into numerator, denominator and metrics.
 
-    draft: a DSparkDraft or what a placement made of one, called as draft(noise_DQH, features_DPF, anchors_DN, keep_DN).
+    draft: a DSparkDraft or what a placement made of one, called as draft(noise_DQH, features_DPF, anchors_DN, keep_DN);
+    with reads_next an MtpDraft, called with the embedded tokens behind the context rows in the place of the noise.
     Its heads are taken from `heads`, the unwrapped module (default: draft itself): attributes markov_head and
     confidence_head, either may be None. They run outside of the draft's forward, so they belong to the root unit
     where parameters are sharded. Captured features, teacher states and the target's tables get no gradient. dtype:
@@ -58,8 +59,11 @@ class Objective:
         config: ObjectiveConfig,
         heads: nn.Module | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        reads_next: bool = False,
     ) -> None:
         self.draft, self.target, self.config, self.dtype = draft, target, config, dtype
+        self.reads_next = reads_next
         module: Any = draft if heads is None else heads
         self.markov: MarkovHead | None = module.markov_head
         self.confidence: Callable[..., Tensor] | None = module.confidence_head
@@ -79,9 +83,10 @@ class Objective:
             )
         blocks = batch.blocks
         with torch.no_grad():
-            noise = F.embedding(blocks.noise_ids.flatten(1), self.target.embedding_VH)
-        noise, features = (x.to(self.dtype or x.dtype) for x in (noise, batch.features_DPF.detach()))
-        out = self.draft(noise, features, batch.anchors_DN, batch.keep_DN)
+            ids = batch.next_ids_DP if self.reads_next else blocks.noise_ids.flatten(1)
+            tokens = F.embedding(ids, self.target.embedding_VH)
+        tokens, features = (x.to(self.dtype or x.dtype) for x in (tokens, batch.features_DPF.detach()))
+        out = self.draft(tokens, features, batch.anchors_DN, batch.keep_DN)
         shape = (*blocks.labels.shape, -1)
         names: list[str] = []
         sums = checkpointed_chunk_reduce(

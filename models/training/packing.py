@@ -36,8 +36,9 @@ class DraftBatch:
 
     features_DPF, zero in the padding; anchors_DN int64 places in packed rows, keep_DN bool; blocks of [D, N, b], whose
     positions and indices are those of the sample; context_positions_DP: the sample's position of a packed row, -1 in
-    the padding; teacher_DNbH: the target's last states at the blocks' teacher_index, None without a teacher; samples
-    and candidates: how many samples were packed, how many positions could have been anchors.
+    the padding; next_ids_DP int64: the token behind a packed row, 0 in the padding; teacher_DNbH: the target's last
+    states at the blocks' teacher_index, None without a teacher; samples and candidates: how many samples were packed,
+    how many positions could have been anchors.
     """
 
     features_DPF: Tensor
@@ -45,6 +46,7 @@ class DraftBatch:
     keep_DN: Tensor
     blocks: Blocks
     context_positions_DP: Tensor
+    next_ids_DP: Tensor
     teacher_DNbH: Tensor | None
     samples: int
     candidates: int
@@ -61,6 +63,7 @@ class DraftBatch:
             keep_DN=self.keep_DN.to(device, non_blocking=True),
             blocks=Blocks(**blocks),
             context_positions_DP=self.context_positions_DP.to(device, non_blocking=True),
+            next_ids_DP=self.next_ids_DP.to(device, non_blocking=True),
             teacher_DNbH=None if self.teacher_DNbH is None else self.teacher_DNbH.to(device, non_blocking=True),
         )
 
@@ -94,6 +97,7 @@ def pack(batch: Batch, anchors: Anchors, blocks: Blocks, window: int | None) -> 
     shape = batch.shape
     features_DPF = torch.zeros(count, longest, shape.features, dtype=shape.dtype)
     positions_DP = torch.full((count, longest), -1, dtype=torch.int64)
+    next_ids_DP = torch.zeros(count, longest, dtype=torch.int64)
     places_DN = torch.zeros(count, width, dtype=torch.int64)
     keep_DN = torch.zeros(count, width, dtype=torch.bool)
     # Blocks that are not kept copy the shape of block (0, 0): anything of it is masked.
@@ -101,15 +105,16 @@ def pack(batch: Batch, anchors: Anchors, blocks: Blocks, window: int | None) -> 
     for place, ((row, which, _), rows) in enumerate(zip(groups, needed, strict=True)):
         features_DPF[place, : len(rows.index)] = batch.features[row][rows.index]
         positions_DP[place, : len(rows.index)] = rows.index
+        # A context row lies before an anchor of its document, so there is a token behind it.
+        next_ids_DP[place, : len(rows.index)] = batch.input_ids_BS[row, rows.index + 1]
         places_DN[place, : len(which)] = rows.places
         keep_DN[place, : len(which)] = True
         source_DN[place, : len(which)] = row * anchors.keep_BN.shape[1] + which
     packed = _chosen(blocks, source_DN, keep_DN)
     teacher = None if batch.teacher is None else _teacher(batch, packed, groups)
     counted = int(anchors.candidates_B.sum())
-    return DraftBatch(
-        features_DPF, places_DN, keep_DN, packed, positions_DP, teacher, batch.input_ids_BS.shape[0], counted
-    )
+    samples = batch.input_ids_BS.shape[0]
+    return DraftBatch(features_DPF, places_DN, keep_DN, packed, positions_DP, next_ids_DP, teacher, samples, counted)
 
 
 def _documents(batch: Batch, anchors: Anchors) -> Iterator[tuple[int, Tensor, int]]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..drafts.config import DraftConfig
 from .anchors import draw_anchors
 from .blocks import make_blocks
 from .config import ObjectiveConfig
@@ -17,13 +18,17 @@ def draft_batch(
     context_window: int | None,
     generators: Sequence[torch.Generator],
     dtype: torch.dtype = torch.float32,
+    *,
+    led: bool = False,
 ) -> DraftBatch:
     """The packed micro-batch of one step, on the host; `generators` draw the anchors, one a sample.
 
-    context_window is how far the draft sees (`context_reach`); dtype that of the weights. What follows costs by
-    the number of anchors; only the masks of tokens are read whole.
+    context_window is how far the draft sees (`draft_reach`); dtype that of the weights; led: no anchor at the first
+    position of a document, for an MTP layer. What follows costs by the number of anchors; only the masks of tokens are
+    read whole.
     """
-    anchors = draw_anchors(batch.loss_mask_BS, batch.documents_BS, generators, config.num_anchors, config.anchor_rule)
+    count, rule = config.num_anchors, config.anchor_rule
+    anchors = draw_anchors(batch.loss_mask_BS, batch.documents_BS, generators, count, rule, led=led)
     blocks = make_blocks(
         batch.input_ids_BS,
         batch.loss_mask_BS,
@@ -35,6 +40,14 @@ def draft_batch(
         dtype=dtype,
     )
     return pack(batch, anchors, blocks, context_window)
+
+
+def draft_reach(config: DraftConfig) -> int | None:
+    """How many positions before its anchor a draft reads, None for all: an MTP layer the window that ends with the row
+    before the anchor."""
+    if config.is_mtp:
+        return config.sliding_window
+    return context_reach(config.dflash.context_window, config.sliding_window, config.layer_types)
 
 
 def context_reach(
