@@ -1,4 +1,4 @@
-"""`meshspark convert`: a checkpoint's weights in INT8 (w8a8), or an official drafter as a draft of ours and back."""
+"""`meshspark convert`: a checkpoint in INT8, or an official drafter (dspark, mtp) as a draft of ours and back."""
 
 import argparse
 import sys
@@ -18,12 +18,13 @@ from .worker import run_main
 def parser() -> FlagParser:
     """The verb's flags."""
     flags = FlagParser(prog="meshspark convert", description=__doc__, allow_abbrev=False)
-    forms = flags.add_subparsers(dest="form", required=True, metavar="w8a8|dspark")
+    forms = flags.add_subparsers(dest="form", required=True, metavar="w8a8|dspark|mtp")
     w8a8 = forms.add_parser("w8a8", help="INT8 codes with a scale for each output channel", allow_abbrev=False)
     w8a8.add_argument("source", type=Path, metavar="IN", help="a checkpoint's folder, verified first")
     w8a8.add_argument("target", type=Path, metavar="OUT", help="a folder that does not exist yet, or an empty one")
     w8a8.add_argument("--json", nargs="?", const=STANDARD_OUTPUT, metavar="FILE", help="write JSON")
     add_dspark(forms.add_parser("dspark", help="mtp.* of a DSpark drafter", allow_abbrev=False))
+    add_dspark(forms.add_parser("mtp", help="mtp.0.* of a plain MTP layer", allow_abbrev=False), mtp=True)
     return flags
 
 
@@ -36,7 +37,7 @@ def _act(argv: Sequence[str] | None) -> int:
     args = parser().parse_args(argv)
     check_json(args.json)
     out = people(args.json)
-    act = convert_dspark if args.form == "dspark" else _w8a8
+    act = _w8a8 if args.form == "w8a8" else convert_dspark
     try:
         return act(args, out, _shown_progress(out))
     except OSError as problem:

@@ -1,4 +1,4 @@
-"""`meshspark convert dspark import|export|attach`: the flags, and what is printed."""
+"""`meshspark convert dspark|mtp import|export|attach`: the flags, and what is printed."""
 
 import argparse
 import re
@@ -12,7 +12,7 @@ from ..models.conversion.exporting import FORMATS, export_dspark
 from ..models.conversion.folder import SHARD_BYTES, Converted
 from ..models.conversion.hub import Fetched, fetch, is_repository
 from ..models.conversion.importing import DTYPES, import_dspark
-from ..models.conversion.variants import VARIANTS, variant_of
+from ..models.conversion.variants import MTP, VARIANTS, Variant, variant_of
 from .flags import STANDARD_OUTPUT, FlagError
 from .output import write_json
 
@@ -23,11 +23,11 @@ UNITS = {
 _SIZE = re.compile(r"(\d{1,15})\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
 
-def add_dspark(form: argparse.ArgumentParser) -> None:
-    """Add the ways and their flags."""
+def add_dspark(form: argparse.ArgumentParser, *, mtp: bool = False) -> None:
+    """Add the ways and their flags; of an MTP layer there is one variant."""
     ways = form.add_subparsers(dest="way", required=True, metavar="import|export|attach")
     read = ways.add_parser("import", help="official mtp.* to a draft of ours", allow_abbrev=False)
-    _add_places(read, "an official checkpoint's folder, or OWNER/NAME of a hub's repository")
+    _add_places(read, "an official checkpoint's folder, or OWNER/NAME of a hub's repository", mtp)
     read.add_argument(
         "--dtype", choices=tuple(DTYPES), default="bfloat16", help="of the weights (default: %(default)s)"
     )
@@ -35,7 +35,7 @@ def add_dspark(form: argparse.ArgumentParser) -> None:
     read.add_argument("--ep-slices", type=int, default=1, metavar="N", help="tensors per stack of experts (default: 1)")
     read.add_argument("--revision", metavar="REV", help="branch, tag or commit of the repository (default: its main)")
     write = ways.add_parser("export", help="a draft of ours to official mtp.*", allow_abbrev=False)
-    _add_places(write, "a draft's folder, as import or training writes it")
+    _add_places(write, "a draft's folder, as import or training writes it", mtp)
     write.add_argument(
         "--format", choices=FORMATS, default="bf16", help="unquantised, or quantised again (default: bf16)"
     )
@@ -53,10 +53,11 @@ def add_dspark(form: argparse.ArgumentParser) -> None:
     _add_writing(whole)
 
 
-def _add_places(way: argparse.ArgumentParser, source: str) -> None:
+def _add_places(way: argparse.ArgumentParser, source: str, mtp: bool) -> None:
     way.add_argument("source", metavar="IN", help=source)
     way.add_argument("target", type=Path, metavar="OUT", help="a folder that does not exist yet, or an empty one")
-    way.add_argument("--variant", choices=tuple(VARIANTS), required=True, help="V4's drafter or V4.1's")
+    if not mtp:
+        way.add_argument("--variant", choices=tuple(VARIANTS), required=True, help="V4's drafter or V4.1's")
     way.add_argument("--overwrite", action="store_true", help="remove an earlier conversion from OUT first")
     _add_writing(way)
 
@@ -73,8 +74,7 @@ def convert_dspark(args: argparse.Namespace, out: TextIO, progress: Callable[[in
     shard_bytes = parse_size(args.max_shard_size)
     act = {"import": _import, "export": _export, "attach": _attach}[args.way]
     done = act(args, shard_bytes, progress)
-    variant = "v4" if args.way == "attach" else args.variant
-    document = {"source": args.source, "directory": str(args.target), "variant": variant, **asdict(done)}
+    document = {"source": args.source, "directory": str(args.target), "variant": _variant(args).name, **asdict(done)}
     write_json(args.json, {**document, "notes": list(done.notes)})
     print(
         f"{args.target}: {done.tensors:,} tensors, {done.num_bytes:,} bytes in {done.shards} shards, "
@@ -95,6 +95,12 @@ def parse_size(text: str) -> int:
     return size
 
 
+def _variant(args: argparse.Namespace) -> Variant:
+    if args.form == MTP.name:
+        return MTP
+    return VARIANTS["v4"] if args.way == "attach" else variant_of(args.variant)
+
+
 def _import(args: argparse.Namespace, shard_bytes: int, progress: Callable[[int, int], None]) -> Converted:
     fetched = Fetched(Path(args.source), None)
     if is_repository(args.source):
@@ -104,7 +110,7 @@ def _import(args: argparse.Namespace, shard_bytes: int, progress: Callable[[int,
     return import_dspark(
         fetched.folder,
         args.target,
-        variant_of(args.variant),
+        _variant(args),
         dtype=args.dtype,
         keep_scales=args.keep_scales,
         ep_slices=args.ep_slices,
@@ -119,7 +125,7 @@ def _export(args: argparse.Namespace, shard_bytes: int, progress: Callable[[int,
     return export_dspark(
         Path(args.source),
         args.target,
-        variant_of(args.variant),
+        _variant(args),
         form=args.format,
         keep_scales=args.keep_scales,
         official_config=args.official_config,
@@ -130,4 +136,6 @@ def _export(args: argparse.Namespace, shard_bytes: int, progress: Callable[[int,
 
 
 def _attach(args: argparse.Namespace, shard_bytes: int, progress: Callable[[int, int], None]) -> Converted:
-    return attach_dspark(args.checkpoint, Path(args.source), args.target, shard_bytes=shard_bytes, progress=progress)
+    return attach_dspark(
+        args.checkpoint, Path(args.source), args.target, _variant(args), shard_bytes=shard_bytes, progress=progress
+    )

@@ -102,6 +102,9 @@ def test_flags_are_frozen():
         *(f"dspark attach {flag}" for flag in ("--checkpoint", "--json", "--max-shard-size")),
         *(f"dspark export {flag}" for flag in sorted([*places, "--format", "--official-config"])),
         *(f"dspark import {flag}" for flag in sorted([*places, "--dtype", "--ep-slices", "--revision"])),
+        *(f"mtp attach {flag}" for flag in ("--checkpoint", "--json", "--max-shard-size")),
+        *(f"mtp export {flag}" for flag in sorted([*places[:-1], "--format", "--official-config"])),
+        *(f"mtp import {flag}" for flag in sorted([*places[:-1], "--dtype", "--ep-slices", "--revision"])),
         "w8a8 --json",
     ]
 

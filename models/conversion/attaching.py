@@ -16,7 +16,7 @@ from ..v4.config import CONFIG_LIMIT
 from .configs import own_shape
 from .exporting import export_dspark
 from .folder import SHARD_BYTES, Converted
-from .variants import VARIANTS
+from .variants import MTP, VARIANTS, Variant
 
 DRAFTER_SHARD = "drafter-{}"
 """What the name of an exported shard becomes beside the target's."""
@@ -26,21 +26,22 @@ def attach_dspark(
     target: Path,
     draft: Path,
     out: Path,
+    variant: Variant = VARIANTS["v4"],
     *,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Converted:
     """Write `out`: the target's files as they are, the draft as mtp.* in the official form, and one config and index.
 
-    target: an official V4 checkpoint without a drafter. draft: a folder as training or an import writes it. out: a
-    folder that does not exist; it appears when it is whole. The target's shards are linked where the file system can,
-    else copied. What is returned counts the drafter's tensors. ValueError for what was asked wrongly, CheckpointError
-    for faulty folders; nothing is left of what failed.
+    target: an official V4 checkpoint without a drafter. draft: a folder as training or an import writes it. variant:
+    V4's DSpark drafter or MTP, which the draft has to be. out: a folder that does not exist; it appears when it is
+    whole. The target's shards are linked where the file system can, else copied. What is returned counts the drafter's
+    tensors. ValueError for what was asked wrongly, CheckpointError for faulty folders; nothing is left of what failed.
     """
     if os.path.lexists(out):
         raise ValueError(f"{out} exists, allowed: a folder that does not exist yet")
     checkpoint = open_checkpoint(target)
-    config = drafting_config(checkpoint, draft)
+    config = drafting_config(checkpoint, draft, variant)
     shards = {stored.shard for stored in checkpoint.stored.values()}
     plain = _plain_files(target)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -49,8 +50,7 @@ def attach_dspark(
         whole, own = Path(work) / "whole", Path(work) / "drafter"
         write_json_file(official := Path(work) / CONFIG_NAME, config)
         done = export_dspark(
-            draft, own, VARIANTS["v4"], form="official", official_config=official, shard_bytes=shard_bytes,
-            progress=progress,
+            draft, own, variant, form="official", official_config=official, shard_bytes=shard_bytes, progress=progress,
         )  # fmt: skip
         whole.mkdir()
         for name in shards:
@@ -70,8 +70,10 @@ def attach_dspark(
     return done
 
 
-def drafting_config(checkpoint: Checkpoint, draft: Path) -> dict[str, Any]:
+def drafting_config(checkpoint: Checkpoint, draft: Path, variant: Variant) -> dict[str, Any]:
     """The target's config.json with the keys of the draft. ValueError where they do not go together."""
+    if variant not in (VARIANTS["v4"], MTP):
+        raise ValueError(f"variant is {variant.name}, allowed: v4 or mtp, for the target is V4's")
     target, path = checkpoint.directory, draft / CONFIG_NAME
     if checkpoint.form != OFFICIAL:
         raise ValueError(f"{target} is stored as {checkpoint.form}, allowed: {OFFICIAL}; convert it afterwards")
@@ -79,9 +81,9 @@ def drafting_config(checkpoint: Checkpoint, draft: Path) -> dict[str, Any]:
         raise ValueError(f"{target} has a drafter ({checkpoint.config.drafter}), allowed: a target without one")
     raw = read_json_object(target / CONFIG_NAME, CONFIG_LIMIT)
     own = read_json_object(path, CONFIG_LIMIT)
-    variant, shape = own_shape(own, path)
-    if variant.name != "v4":
-        raise ValueError(f"{path} is a draft of kind {variant.name}, allowed: v4, for the target is V4's")
+    found, shape = own_shape(own, path)
+    if found != variant:
+        raise ValueError(f"{path} is a draft of kind {found.name}, allowed: {variant.name}, which is to be attached")
     layers = own["num_target_layers"]
     if layers != checkpoint.config.num_hidden_layers:
         raise ValueError(

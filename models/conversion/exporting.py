@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from ..checkpoint.names import TensorSpec
 from ..checkpoint.reader import CheckpointError, Reader, Stored, few, read_header, read_json_object
@@ -16,9 +17,9 @@ from ..checkpoint.verify import CONFIG_NAME
 from ..checkpoint.writer import write_json_file
 from ..v4.config import CONFIG_LIMIT
 from ..v4.quant import encode, encode_with
-from .configs import check_draft_json, draft_json, official_shape, parse_official, unquantised
+from .configs import check_draft_json, draft_json, has_markov, official_shape, parse_official, unquantised
 from .folder import DTYPES_NAME, OFFICIAL_CONFIG, SCALES_NAME, SHARD_BYTES, Converted, check_target, writing_to
-from .names import Place, draft_tensors, places
+from .names import CONFIDENCE, Place, draft_tensors, is_markov, places, without_markov
 from .official import allowed_dtypes, block_rows, is_decoded, read_bytes, row_chunks
 from .ours import Ours, open_ours
 from .variants import GATE_BIAS, IMAGE_BIAS, Variant, count_files, official_table, plain_table
@@ -33,13 +34,17 @@ _MARGIN = 16 << 20
 
 @dataclass
 class _Export:
-    """One export at work: where our tensors lie, the kept scales, scales that wait for their turn, what was rounded."""
+    """One export at work: where our tensors lie, the kept scales, scales that wait for their turn, what was rounded.
+
+    zeros: names of official tensors that the draft has not, the Markov tables of one without a Markov head.
+    """
 
     ours: Ours
     reader: Reader
     places: Mapping[str, Place]
     kept: Mapping[str, Stored]
     kept_reader: Reader | None
+    zeros: frozenset[str]
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
     rounded: list[str] = field(default_factory=list)
 
@@ -61,10 +66,11 @@ def export_dspark(
     form "bf16": unquantised, FP32 where the official file is, its config that of the target without quantisation.
     "official": quantised again, the config as it was; keep_scales: with the scales that the import kept, and then
     byte for byte what was imported. official_config: the target's config.json, by default the one that the import
-    left beside the draft. gate.bias_vl is written as a copy of gate.bias, or as it was kept. All is checked before
-    anything is written. Where values had to be rounded the notes say so; with keep_scales that is an error.
-    CheckpointError for a faulty source, ValueError for what was asked wrongly; after either nothing is left that was
-    written.
+    left beside the draft. gate.bias_vl is written as a copy of gate.bias, or as it was kept. A draft without a Markov
+    head gets tables of zeros in the config's rank, and zeros in their place of its confidence: it drafts as it did.
+    All is checked before anything is written. Where values had to be rounded the notes say so; with keep_scales that
+    is an error. CheckpointError for a faulty source, ValueError for what was asked wrongly; after either nothing is
+    left that was written.
     """
     _check_asked(form, keep_scales)
     check_target(source, target, overwrite)
@@ -72,13 +78,17 @@ def export_dspark(
     config_bytes, raw = _read_official_config(path, official_config is None)
     shape = official_shape(variant, raw, path)
     own_config = source / CONFIG_NAME
-    check_draft_json(read_json_object(own_config, CONFIG_LIMIT), draft_json(variant, shape, raw, ""), own_config)
+    own = read_json_object(own_config, CONFIG_LIMIT)
+    markov = variant.drafter != "dspark" or has_markov(own)
+    check_draft_json(own, draft_json(variant, shape, raw, "", markov), own_config)
     if form == "official" and raw.get("quantization_config") is None:
         raise ValueError(
             f"{path} has no quantization_config that --format official could follow, allowed: --format bf16"
         )
     table = official_table(variant, shape)
     tensors = draft_tensors(table)
+    tensors = tensors if markov else without_markov(tensors, shape.hidden_size)
+    zeros = frozenset(spec.name for spec in table if not markov and is_markov(spec, variant))
     ours = open_ours(source, tensors)
     table = table if form == "official" else plain_table(table)
     kept: Mapping[str, Stored] = {}
@@ -87,7 +97,7 @@ def export_dspark(
     with ExitStack() as stack:
         reader = stack.enter_context(ours.reader())
         kept_reader = stack.enter_context(Reader(source)) if keep_scales else None
-        export = _Export(ours, reader, places(tensors), kept, kept_reader)
+        export = _Export(ours, reader, places(tensors), kept, kept_reader, zeros)
         planned = [each for spec in table for each in _plan(spec, export)]
         num_bytes = sum(each.num_bytes for each in planned)
         assert len(planned) == count_files(table)
@@ -99,10 +109,12 @@ def export_dspark(
             if form == "official":
                 _write_config_bytes(target, config_bytes)
             else:
-                write_json_file(target / CONFIG_NAME, unquantised(raw))
+                write_json_file(target / CONFIG_NAME, unquantised(raw, variant.drafter))
     rounded = export.rounded
-    notes = (f"rounded to what {form} holds: {len(rounded)} tensors: {few(rounded)}",) if rounded else ()
-    return Converted(len(planned), num_bytes, shards, sum(tensor.numel for tensor in tensors), notes)
+    notes = [f"rounded to what {form} holds: {len(rounded)} tensors: {few(rounded)}"] if rounded else []
+    if zeros:
+        notes.append(f"the draft has no Markov head, so these are zeros: {few(sorted(zeros))}")
+    return Converted(len(planned), num_bytes, shards, sum(tensor.numel for tensor in tensors), tuple(notes))
 
 
 def _check_asked(form: str, keep_scales: bool) -> None:
@@ -181,9 +193,14 @@ def _plain(spec: TensorSpec, export: _Export) -> Iterator[torch.Tensor]:
         assert export.kept_reader is not None
         yield export.kept_reader.read(kept)
         return
+    if spec.name in export.zeros:
+        yield torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+        return
     # The image bias was dropped: its place is that of the bias beside it.
     name = spec.name.removesuffix(IMAGE_BIAS) + GATE_BIAS if spec.name.endswith(IMAGE_BIAS) else spec.name
     weight = export.ours.read(export.places[name], export.reader)
+    if spec.name.endswith(CONFIDENCE):
+        weight = pad(weight, (0, spec.shape[1] - weight.shape[1]))
     out = weight.to(TORCH_DTYPES[spec.dtype])
     if not torch.equal(out.to(weight.dtype), weight):
         if not bool(torch.isfinite(out).all()):

@@ -22,7 +22,7 @@ SHARD_BYTES = 5 * 10**9
 
 _OWN = ("model-*-of-*.safetensors", INDEX_NAME, CONFIG_NAME, OFFICIAL_CONFIG, SCALES_NAME, DTYPES_NAME, "*.partial")
 _DRAFT_NAME = re.compile(
-    r"mtp\.|(fc|hidden_norm|norm|residual_readout|markov_head|confidence_head)\.|"
+    r"mtp\.|(fc|hidden_norm|e_proj|enorm|h_proj|hnorm|norm|residual_readout|markov_head|confidence_head)\.|"
     r"layers\.\d+\.(self_attn|mlp|input_layernorm|post_attention_layernorm|attn_residual|ffn_residual)\."
 )
 

@@ -11,8 +11,8 @@ from ...parallel.ownership import expert_slice
 from ..checkpoint.reader import INDEX_NAME, Reader, list_stored, read_json_object, weight_map_of
 from ..checkpoint.verify import CONFIG_NAME
 from ..v4.config import CONFIG_LIMIT
-from .configs import draft_json, own_shape
-from .names import DraftTensor, draft_tensors
+from .configs import draft_json, has_markov, own_shape
+from .names import DraftTensor, draft_tensors, without_markov
 from .official import Official, open_official, pieces
 from .ours import Ours, open_ours
 from .variants import PREFIX, official_table, tell_variant
@@ -57,7 +57,8 @@ def load_dspark(
 def _open_own(path: Path) -> tuple[Ours, dict[str, Any]]:
     config = read_json_object(path / CONFIG_NAME, CONFIG_LIMIT)
     variant, shape = own_shape(config, path / CONFIG_NAME)
-    return open_ours(path, draft_tensors(official_table(variant, shape))), config
+    tensors = draft_tensors(official_table(variant, shape))
+    return open_ours(path, tensors if has_markov(config) else without_markov(tensors, shape.hidden_size)), config
 
 
 def _read(

@@ -1,20 +1,23 @@
 """Our names for a drafter's tensors: which official ones each is made of. training.md 8.2."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from ..checkpoint.names import TensorSpec
-from .variants import IMAGE_BIAS, VARIANTS
+from .variants import IMAGE_BIAS, VARIANTS, Variant
+
+CONFIDENCE, MARKOV = "confidence_head.proj.weight", "markov_head."
 
 FIXED = {
     "main_proj.weight": "fc.weight",
     "main_norm.weight": "hidden_norm.weight",
+    **{name: name for name in ("e_proj.weight", "enorm.weight", "h_proj.weight", "hnorm.weight")},
     "norm.weight": "norm.weight",
     "hc_head_fn": "residual_readout.mix_weight",
     "hc_head_base": "residual_readout.mix_bias",
     "hc_head_scale": "residual_readout.mix_scale",
-    "confidence_head.proj.weight": "confidence_head.proj.weight",
+    CONFIDENCE: CONFIDENCE,
     **{
         each.markov[index].removeprefix("."): f"markov_head.markov_w{index + 1}.weight"
         for each in VARIANTS.values()
@@ -92,6 +95,18 @@ def draft_tensors(table: Iterable[TensorSpec]) -> tuple[DraftTensor, ...]:
             name, expert, place = our_name(spec)
             made.setdefault(name, {})[expert or 0, place] = spec
     return tuple(_tensor(name, parts) for name, parts in made.items())
+
+
+def without_markov(tensors: Iterable[DraftTensor], hidden_size: int) -> tuple[DraftTensor, ...]:
+    """The tensors of a draft of the same sizes that has no Markov head: its confidence reads the readout alone."""
+    narrow = (1, hidden_size)
+    kept = (tensor for tensor in tensors if not tensor.name.startswith(MARKOV))
+    return tuple(replace(tensor, shape=narrow) if tensor.name == CONFIDENCE else tensor for tensor in kept)
+
+
+def is_markov(spec: TensorSpec, variant: Variant) -> bool:
+    """Whether an official tensor is one of the two Markov tables."""
+    return spec.name.endswith(variant.markov)
 
 
 def our_name(spec: TensorSpec) -> tuple[str, int | None, int]:

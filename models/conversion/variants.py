@@ -1,4 +1,7 @@
-"""The two official drafters: which tensors mtp.* of each has, and how a folder shows which it is. training.md 8.2."""
+"""The official drafters: which tensors mtp.* of each has, and how a folder shows which it is. training.md 8.2.
+
+Variants of DSpark are V4's and V4.1's; V4's plain MTP layer is a kind of its own.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,10 +21,10 @@ _MARKOV = (".markov_head.markov_w1.weight", ".markov_head.markov_w2.weight")
 
 @dataclass(frozen=True)
 class Variant:
-    """What one official drafter has that the other has not.
+    """What one official drafter has that the others have not.
 
     block: rows and columns that share an FP8 scale. markov: ends of the names of the two Markov tables. marks: ends of
-    names that the other variant lacks.
+    names that the other variant lacks. drafter: the kind of draft_kind.py that its tensors are of.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Variant:
     attention_mode: str
     pre_from_prev: bool
     marks: tuple[str, ...]
+    drafter: str = "dspark"
 
 
 VARIANTS = {
@@ -60,6 +64,20 @@ VARIANTS = {
     ),
 }
 """Name, as --variant takes it -> the variant."""
+
+MTP = Variant(
+    name="mtp",
+    title="MTP",
+    block=128,
+    markov=_MARKOV,
+    has_readout=True,
+    has_image_bias=False,
+    attention_mode="deepseek_v4",
+    pre_from_prev=False,
+    marks=(".e_proj.weight", ".h_proj.weight", ".enorm.weight", ".hnorm.weight"),
+    drafter="mtp",
+)
+"""V4's single MTP layer, model.md 7."""
 
 
 def variant_of(name: str) -> Variant:
@@ -93,35 +111,41 @@ def count_files(table: Iterable[TensorSpec]) -> int:
 
 
 def check_variant(variant: Variant, names: Iterable[str], folder: Path) -> None:
-    """CheckpointError where tensors of these names are no DSpark drafter, or are one of another variant.
+    """CheckpointError where tensors of these names are no drafter of the variant's kind, or are one of another variant.
 
     Whether they are whole is left to the comparison with the table.
     """
-    drafter = [name for name in names if name.startswith(PREFIX)]
+    drafter, kind = [name for name in names if name.startswith(PREFIX)], variant.drafter
     if not drafter:
-        raise CheckpointError(f"{folder}: names no tensor {PREFIX}*, allowed: a checkpoint with a DSpark drafter")
-    found = {kind: [name for name in drafter if any(mark in name for mark in marks)] for kind, marks in KINDS.items()}
-    if found["mtp"] and not found["dspark"]:
+        raise CheckpointError(f"{folder}: names no tensor {PREFIX}*, allowed: a checkpoint with {SHOWN[kind]}")
+    found = {each: [name for name in drafter if any(mark in name for mark in marks)] for each, marks in KINDS.items()}
+    for other in (name for name in KINDS if name != kind and found[name] and not found[kind]):
         raise CheckpointError(
-            f"{folder}: mtp.* is {SHOWN['mtp']} by its tensors ({few(found['mtp'])}), allowed: {SHOWN['dspark']}"
+            f"{folder}: mtp.* is {SHOWN[other]} by its tensors ({few(found[other])}), allowed: {SHOWN[kind]}"
         )
+    if kind != "dspark":
+        return
     marked = {each.name: [name for name in drafter if name.endswith(each.marks)] for each in VARIANTS.values()}
     others = [each for each in VARIANTS.values() if each != variant and marked[each.name]]
     if others and not marked[variant.name]:
-        other = others[0]
+        first = others[0]
         raise CheckpointError(
-            f"{folder}: mtp.* is a {other.title} drafter by its tensors ({few(marked[other.name])}), but the variant "
-            f"is {variant.name}; allowed: {other.name}"
+            f"{folder}: mtp.* is a {first.title} drafter by its tensors ({few(marked[first.name])}), but the variant "
+            f"is {variant.name}; allowed: {first.name}"
         )
 
 
 def tell_variant(names: Iterable[str], folder: Path) -> Variant:
     """The variant that official names show. CheckpointError where they show none, or both."""
     drafter = [name for name in names if name.startswith(PREFIX)]
+    if any(name.endswith(MTP.marks) for name in drafter) and not any(m in n for n in drafter for m in KINDS["dspark"]):
+        return MTP
     shown = [each for each in VARIANTS.values() if any(name.endswith(each.marks) for name in drafter)]
     if len(shown) != 1:
         what = "of both variants" if shown else "of no variant"
-        raise CheckpointError(f"{folder}: mtp.* has marks {what}, allowed: a DSpark drafter of V4 or of V4.1")
+        raise CheckpointError(
+            f"{folder}: mtp.* has marks {what}, allowed: a DSpark drafter of V4 or of V4.1, or a plain MTP layer"
+        )
     return shown[0]
 
 
