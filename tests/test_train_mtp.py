@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from naive_v4 import naive_forward
 from official_drafters import same_bytes, stored_tensors
 
 from meshspark.launch import cli, train_drafter
 from meshspark.launch.training_log import LOG_NAME, read_log
+from meshspark.models.checkpoint.loader import load_weights
 from meshspark.models.checkpoint.synthetic import synthesize
 from meshspark.models.checkpoint.verify import open_checkpoint
 from meshspark.models.conversion.attaching import attach_dspark
@@ -21,6 +23,7 @@ from meshspark.models.conversion.loading import load_dspark
 from meshspark.models.conversion.variants import MTP, VARIANTS
 from meshspark.models.drafts.build import build_draft
 from meshspark.models.drafts.config import DraftConfig
+from meshspark.models.numerics import FLOAT64
 from meshspark.models.training.feature_files import FeatureFiles
 from meshspark.models.v4.config import tiny, tiny_dspark, tiny_mtp
 from meshspark.parallel.topology import Topology
@@ -93,7 +96,11 @@ def test_features_are_the_last_streams(place: Path) -> None:
     files, shape = FeatureFiles(place / "features"), tiny()
     spec = files.spec
     assert (spec.layers, spec.point, spec.streams) == ((shape.num_hidden_layers - 1,), "streams", shape.hc_mult)
+    tokens = files[0]["input_ids"][0].tolist()
+    config, weights = load_weights(place / "target", Topology(1, 1, 1), 0, FLOAT64)
+    streams = naive_forward(config, dict(weights), tokens).streams[-1].flatten(1)
     assert files[0]["hidden_states"].shape == (1, 18, shape.hc_mult * shape.hidden_size)
+    torch.testing.assert_close(files[0]["hidden_states"][0].double(), streams, rtol=1e-2, atol=1e-3)
 
 
 def test_on_line_and_resumed_as_from_files(place: Path, whole: Path) -> None:
