@@ -8,6 +8,7 @@ BENCHMARKS = {
     "collectives": "collectives",
     "context": "context",
     "decode": "decode",
+    "drafters": "drafters",
     "failures": "failures",
     "prefill": "prefill",
     "quality": "quality",

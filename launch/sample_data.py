@@ -2,7 +2,7 @@
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,12 +34,13 @@ HELD_OUT_SHARE = 25
 SPLIT = r"\r?\n[ \t]*| ?[A-Za-z_]+| ?[0-9]| ?[^\sA-Za-z_0-9]+|[ \t]+"
 
 
-def source_files() -> Iterator[tuple[str, str]]:
-    """(relative path, text) of the standard library's modules, sorted; tests and third-party parts left out."""
+def source_files(wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, str]]:
+    """(relative path, text) of the standard library's modules, sorted; tests and third-party parts left out. wanted:
+    which of the paths are read."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
-        if not set(parts) & set(LEFT_OUT):
+        if not set(parts) & set(LEFT_OUT) and wanted("/".join(parts)):
             try:
                 yield "/".join(parts), path.read_text(encoding="utf-8")
             except UnicodeDecodeError:

@@ -8,7 +8,7 @@ from importlib import metadata
 
 import pytest
 
-from meshspark.benchmarks import decode, prefill
+from meshspark.benchmarks import decode, drafters, prefill
 from meshspark.launch import (
     bench,
     checkpoint,
@@ -76,6 +76,9 @@ def test_flags_are_frozen():
     own = ["--batch", "--checkpoint", "--context", "--new-tokens", "--prompt-tokens", "--steps", "--verify"]
     assert _flags(decode.parser()) == sorted([*both, *own])
     assert _flags(prefill.parser()) == sorted([*both, "--tokens"])
+    own = ["--against", "--batch", "--domains", "--drafter", "--new-tokens", "--plot", "--prompt-tokens", "--prompts"]
+    own += ["--reliability", "--rounds", "--temperature", "--text", "--thresholds"]
+    assert _flags(drafters.parser()) == sorted([*COMMON, *own])
     assert _flags(checkpoint.parser()) == [
         "inspect --json",
         "inspect --preset",
@@ -135,6 +138,7 @@ def test_verbs_are_frozen():
         "collectives",
         "context",
         "decode",
+        "drafters",
         "failures",
         "prefill",
         "quality",
