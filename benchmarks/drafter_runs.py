@@ -322,7 +322,8 @@ def reliability(blocks: Rollouts, calibration: Calibration | None) -> dict[str, 
         return None
     label_NY = blocks.labels()
     found: dict[str, Any] = {"blocks": len(label_NY)}
-    for side, heat in (("before", None), ("after", calibration and calibration.temperatures)):
+    fit = None if calibration is None else calibration.temperatures
+    for side, heat in (("before", None), ("after", fit)):
         if side == "after" and heat is None:
             found |= {"ece_after": None, "auc_after": None}
             continue

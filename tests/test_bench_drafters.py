@@ -35,7 +35,7 @@ from meshspark.parallel.groups import Groups
 from meshspark.parallel.topology import Topology
 
 PROMPTS = ((5, 6, 7, 8), (9, 10, 11, 12), (13, 14, 15, 16))
-SMALL = ["--prompts", "3", "--prompt-tokens", "8", "--new-tokens", "12", "--batch", "2", "--rounds", "2"]
+SMALL = ["--prompts", "3", "--prompt-tokens", "8", "--new-tokens", "8", "--batch", "2", "--rounds", "1"]
 CHECKPOINTS = {"spark": "tiny-dspark", "layer": "tiny-mtp", "bare": "tiny"}
 HEAT = (2.0,) * 5
 
@@ -67,6 +67,8 @@ def test_a_drafter_of_known_quality() -> None:
     assert [side.name for side in sides] == [PLAIN, "good", "bare"]
     _, side, without = sides
     assert side.accepted_length == 3 and side.first.tokens_per_step == 3 and not side.parted
+    # Eighteen tokens are six turns; the last has room for three rows, the others are verified whole.
+    assert side.blocks is not None and side.blocks.accepted_N.tolist() == [2] * 15
     assert side.first.acceptance["conditional"][:3] == [1, 1, 0]
     assert side.first.acceptance["cumulative"] == [1, 1, 0, 0]
     # Confidences are 0.5 each: all of them are above 0.4, none above 0.6.
@@ -131,7 +133,7 @@ def test_three_checkpoints_side_by_side(folder: Path, tmp_path: Path, capsys: py
     assert about == [("spark", "dspark", 5, list(HEAT)), ("layer", "mtp", 1, None), ("bare", "none", 0, None)]
     rows = {row["drafter"]: row for row in told["rows"]}
     assert list(rows) == [PLAIN, *CHECKPOINTS] and {row["domain"] for row in rows.values()} == {"mine"}
-    assert all(row["requests"] == 3 and row["tokens"] == 33 and row["parted"] == [] for row in rows.values())
+    assert all(row["requests"] == 3 and row["tokens"] == 21 and row["parted"] == [] for row in rows.values())
     assert all(len(row["over_plain"]) == 3 and row["over_plain"][0] > 0 for row in rows.values())
     assert rows["layer"]["over_against"] == [1, 1, 1] and rows["spark"]["over_against"] != [1, 1, 1]
     assert [len(rows[name]["conditional"]) for name in (PLAIN, "spark", "layer")] == [0, 5, 1]
