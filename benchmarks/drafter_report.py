@@ -12,8 +12,8 @@ from rich.table import Table
 
 from ..models.dspark.calibration import rollout_survivals
 from ..models.dspark.reliability import Reliability, reliability_bins
-from . import report
 from .drafter_runs import PLAIN, Drafter, Side, join_blocks, reliability
+from .report import plotting, save_figure
 
 Row = dict[str, Any]
 STYLES = ("o-", "s--", "^:", "d-.")
@@ -139,7 +139,7 @@ def panels(sides: Sequence[Side], drafters: Sequence[Drafter]) -> dict[str, dict
 def plot(rows: Sequence[Row], path: str) -> None:
     """Accepted length by domain, acceptance by position, and what thresholds do. ValueError where matplotlib is missing
     or the file cannot be written."""
-    figure = report.plotting().Figure(figsize=(10, 8), layout="constrained")
+    figure = plotting().Figure(figsize=(10, 8), layout="constrained")
     length, position, share, tokens = figure.subplots(2, 2).flatten()
     drafted = [row for row in rows if row["drafter"] != PLAIN]
     domains, names = (list(dict.fromkeys(row[key] for row in drafted)) for key in ("domain", "drafter"))
@@ -157,10 +157,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
     share.set(xlabel="threshold of confidence", ylabel="accepted share of verified drafts", ylim=(0, 1))
     tokens.set(xlabel="threshold of confidence", ylabel="tokens a step")
     position.legend(fontsize="small")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as problem:
-        raise ValueError(f"--plot is {path!r}, which could not be written: {problem}") from problem
+    save_figure(figure, path)
 
 
 def _lines(row: Mapping[str, Any], position: Any, share: Any, tokens: Any) -> list[tuple[Any, list[tuple[float, Any]]]]:
