@@ -232,6 +232,7 @@ def on_ranks(groups: Groups, folder: str) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name not in timed} for row in rows]
 
 
+@pytest.mark.slow
 def test_two_ranks_find_what_one_finds(folder: Path, ranks: RankPools) -> None:
     front, other = ranks.run(Topology(2, 2, 2), "test_bench_drafters:on_ranks", timeout=200, folder=str(folder))
     alone = json.loads(json.dumps(on_ranks(Groups.single(topology=Topology()), str(folder))))

@@ -219,6 +219,19 @@ def test_two_ranks_of_a_tensor_group_train_as_one_rank(whole, place, ranks):
         torch.testing.assert_close(tensor, _draft(whole)[name], rtol=2e-2, atol=2e-3, msg=name)
 
 
+@pytest.mark.slow
+def test_a_target_of_two_ranks_ships_to_two_that_train(whole, place, ranks):
+    """Rows of the target's tensor group lie on both of its ranks; each sends to the one drafter that it serves."""
+    out = place / "shipped-by-two"
+    more = ["--batch", "1", "--target-ranks", "2", "--tp", "2", "--draft-ep", "2"]
+    argv = _command(place, out, *more, source="data")
+    ranks.run(Topology(4, 1, 4), "test_train_drafter:_job", timeout=250, argv=argv)
+    for mine, alone in zip(_log(out), _log(whole), strict=True):
+        assert mine["samples"] == alone["samples"]
+        assert mine["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+        assert mine["tau_probabilistic"] == pytest.approx(alone["tau_probabilistic"], rel=1e-3)
+
+
 def test_a_resumed_run_of_another_config_names_the_key(whole, place, tmp_path, capsys):
     (tmp_path / "draft.json").write_text(json.dumps({**CONFIG, "rope_theta": 500.0}))
     assert train_drafter.main(_command(place, whole, "--resume", "--config", str(tmp_path / "draft.json"))) == 1
