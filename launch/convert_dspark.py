@@ -49,7 +49,8 @@ def add_dspark(form: argparse.ArgumentParser, *, mtp: bool = False) -> None:
     whole = ways.add_parser("attach", help="a target's checkpoint with a draft of ours in it", allow_abbrev=False)
     whole.add_argument("source", metavar="IN", help="a draft's folder, as import or training writes it")
     whole.add_argument("target", type=Path, metavar="OUT", help="a folder that does not exist yet")
-    whole.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="the target, without a drafter")
+    whole.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="the target")
+    whole.add_argument("--replace", action="store_true", help="leave out the drafter that the target has")
     _add_writing(whole)
 
 
@@ -137,5 +138,11 @@ def _export(args: argparse.Namespace, shard_bytes: int, progress: Callable[[int,
 
 def _attach(args: argparse.Namespace, shard_bytes: int, progress: Callable[[int, int], None]) -> Converted:
     return attach_dspark(
-        args.checkpoint, Path(args.source), args.target, _variant(args), shard_bytes=shard_bytes, progress=progress
+        args.checkpoint,
+        Path(args.source),
+        args.target,
+        _variant(args),
+        replace=args.replace,
+        shard_bytes=shard_bytes,
+        progress=progress,
     )

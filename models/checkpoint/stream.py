@@ -15,7 +15,7 @@ from .writer import write_json_file
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
-    "I8": torch.int8, "U8": torch.uint8,
+    "I8": torch.int8, "U8": torch.uint8, "I64": torch.int64,
 }  # fmt: skip
 """safetensors' name of a dtype -> torch's."""
 
