@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
-SAMPLING := --temperature 0.6 --top-p 0.95 --seed 3 --max-new-tokens 96
+DRAFTING := --speculative dspark --compare --max-new-tokens 64
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint type bench
@@ -12,8 +12,8 @@ SAMPLING := --temperature 0.6 --top-p 0.95 --seed 3 --max-new-tokens 96
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
-demo: $(VENV)/.installed  ## write text with the bundled sample on four local ranks
-	$(BIN)/meshspark generate --tp 2 --ep 4 --prompt 'class Reader' $(SAMPLING)
+demo: $(VENV)/.installed  ## write text on four local ranks, with and without drafting
+	$(BIN)/meshspark generate --tp 2 --ep 4 --prompt 'def read_header(file):' $(DRAFTING)
 
 test: $(VENV)/.test-installed  ## the tests that CI runs
 	$(BIN)/python -m pytest tests

@@ -102,10 +102,10 @@ def test_flags_are_frozen():
     assert _flags(training_flags.parser()) == sorted([*COMMON, *TRAINING])
     places = ["--json", "--keep-scales", "--max-shard-size", "--overwrite", "--variant"]
     assert _flags(convert.parser()) == [
-        *(f"dspark attach {flag}" for flag in ("--checkpoint", "--json", "--max-shard-size")),
+        *(f"dspark attach {flag}" for flag in ("--checkpoint", "--json", "--max-shard-size", "--replace")),
         *(f"dspark export {flag}" for flag in sorted([*places, "--format", "--official-config"])),
         *(f"dspark import {flag}" for flag in sorted([*places, "--dtype", "--ep-slices", "--revision"])),
-        *(f"mtp attach {flag}" for flag in ("--checkpoint", "--json", "--max-shard-size")),
+        *(f"mtp attach {flag}" for flag in ("--checkpoint", "--json", "--max-shard-size", "--replace")),
         *(f"mtp export {flag}" for flag in sorted([*places[:-1], "--format", "--official-config"])),
         *(f"mtp import {flag}" for flag in sorted([*places[:-1], "--dtype", "--ep-slices", "--revision"])),
         "w8a8 --json",

@@ -341,8 +341,9 @@ def test_several_ep_blocks_share_nothing_but_the_agreement(capsys: pytest.Captur
 def test_no_flags_plan_the_sample(capsys: pytest.CaptureFixture[str]) -> None:
     data = run_json(capsys)
     assert data["model"] == "the bundled sample" and data["numerics"] == "float32"
-    assert data["per_rank"]["pools"]["draft_kv"] == 0 and data["steps"]["mixed"]["ids"]["calls"] == 0
-    assert data["per_rank"]["windows"] == 0
+    assert data["steps"]["mixed"]["ids"]["calls"] == 0 and data["per_rank"]["windows"] == 0
+    assert data["per_rank"]["pools"]["draft_kv"] > 0, "it has a drafter"
+    assert run_json(capsys, "--speculative", "none")["per_rank"]["pools"]["draft_kv"] == 0
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ def _cli_commands() -> list[list[str]]:
     quoted = [line for path in DOCUMENTS for line in re.findall(r"^ {4}(meshspark .*)$", path.read_text(), flags=re.M)]
     inline = [line for path in DOCUMENTS for line in re.findall(r"`(meshspark [^`]+)`", path.read_text())]
     make = (ROOT / "Makefile").read_text(encoding="utf-8")
-    sampling = re.findall(r"^SAMPLING := (.*)$", make, flags=re.M)[0]
+    drafting = re.findall(r"^DRAFTING := (.*)$", make, flags=re.M)[0]
     recipes = [
-        r.replace("$(SAMPLING)", sampling) for r in re.findall(r"^\t\$\(BIN\)/(meshspark .*)$", make, flags=re.M)
+        r.replace("$(DRAFTING)", drafting) for r in re.findall(r"^\t\$\(BIN\)/(meshspark .*)$", make, flags=re.M)
     ]
     commands = [*_commands(), *map(shlex.split, quoted + inline + recipes)]
     found = []
