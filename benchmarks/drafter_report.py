@@ -156,7 +156,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
     position.set(xticks=range(1, most + 1), xlabel="draft", ylabel="accepted if all before are", ylim=(0, 1))
     share.set(xlabel="threshold of confidence", ylabel="accepted share of verified drafts", ylim=(0, 1))
     tokens.set(xlabel="threshold of confidence", ylabel="tokens a step")
-    position.legend(fontsize="small")
+    figure.legend(*position.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     save_figure(figure, path)
 
 
