@@ -1,5 +1,6 @@
 """Fixtures that all tests share."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,13 @@ def ranks() -> Iterator[RankPools]:
     pools = RankPools()
     yield pools
     pools.kill()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts_arrive() -> None:
+    # A shell starts background jobs with SIGINT ignored, and processes that tests start would inherit it.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
