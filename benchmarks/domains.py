@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from ..launch.generate import read_text_file
 from ..launch.sample_data import is_held_out, source_files
 from ..launch.tokenizer import TextTokenizer
 
@@ -44,12 +45,7 @@ def held_out_texts() -> list[str]:
 
 def read_text(path: Path) -> str:
     """A text of the user's. ValueError naming the file where it is too large or no text."""
-    try:
-        if path.stat().st_size > TEXT_LIMIT:
-            raise ValueError(f"--text {path} has {path.stat().st_size} bytes, allowed: {TEXT_LIMIT}")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ValueError(f"--text {path}: {problem}") from problem
+    return read_text_file("--text", path, TEXT_LIMIT)
 
 
 def line_kinds(source: str) -> list[str | None]:

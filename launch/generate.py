@@ -142,7 +142,9 @@ def prepare(args: argparse.Namespace, flags: RunFlags) -> Task:
     config = read_config(directory)
     flags.topology.check_model(config.o_groups, config.vocab_size, config.n_routed_experts)
     tokenizer = TextTokenizer.load(directory, config.vocab_size)
-    prompts = tuple(args.prompt) + tuple(_read_prompt(path) for path in args.prompt_file)
+    prompts = tuple(args.prompt) + tuple(
+        read_text_file("--prompt-file", path, PROMPT_FILE_LIMIT) for path in args.prompt_file
+    )
     if not prompts:
         raise ValueError("there is no prompt; give --prompt TEXT or --prompt-file FILE")
     if "" in args.stop:
@@ -180,13 +182,14 @@ def encode_prompt(prompt: str, tokenizer: TextTokenizer, chat: str | None) -> li
     return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
 
 
-def _read_prompt(path: Path) -> str:
+def read_text_file(flag: str, path: Path, limit: int) -> str:
+    """The text of a file of at most `limit` bytes that a flag names. ValueError naming both where it is none."""
     try:
-        if path.stat().st_size > PROMPT_FILE_LIMIT:
-            raise ValueError(f"--prompt-file {path} has {path.stat().st_size} bytes, allowed: {PROMPT_FILE_LIMIT}")
+        if path.stat().st_size > limit:
+            raise ValueError(f"{flag} {path} has {path.stat().st_size} bytes, allowed: {limit}")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
-        raise ValueError(f"--prompt-file {path}: {problem}") from problem
+        raise ValueError(f"{flag} {path}: {problem}") from problem
 
 
 def generate(groups: Groups, task: Task, flags: RunFlags) -> None:

@@ -11,14 +11,14 @@ import msgpack
 import numpy as np
 import pytest
 import torch
+from drafter_run import train_command, write_scene
 from safetensors.torch import load_file, save_file
 
-from meshspark.launch import cli, train_drafter, training
+from meshspark.launch import train_drafter, training
 from meshspark.launch.flags import resolve
 from meshspark.launch.training_flags import base_arguments, parser, prepare
 from meshspark.launch.training_log import CURVES_NAME, LOG_NAME, TrainingLog, draw_curves, read_log
 from meshspark.launch.worker import config_facts
-from meshspark.models.checkpoint.synthetic import synthesize
 from meshspark.models.drafts.config import DraftConfig
 from meshspark.models.drafts.draft import DSparkDraft
 from meshspark.models.drafts.presets import draft_preset
@@ -28,7 +28,6 @@ from meshspark.models.training.feature_files import ShardWriter, plan_features, 
 from meshspark.models.training.feature_spec import draft_features
 from meshspark.models.training.order import DataOrder
 from meshspark.models.training.token_files import TokenSample
-from meshspark.models.v4.config import tiny
 from meshspark.parallel.topology import Topology
 
 CONFIG = {
@@ -63,29 +62,14 @@ CONFIG = {
         "moe_router_bias_update_rate": 0.001,
     },
 }
-FEW = ["--steps", "4", "--batch", "2", "--anchors", "6", "--save-every", "1", "--log-every", "1", "--lr", "0.01"]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A target, a draft's config, data, and the data's features."""
     folder = tmp_path_factory.mktemp("training")
-    synthesize(folder / "target", tiny(), 1)
-    (folder / "draft.json").write_text(json.dumps(CONFIG))
-    (folder / "data").mkdir()
-    lines = []
-    for n in range(5):
-        ids = [(7 * n + 3 * i * i) % 260 for i in range(18 + 3 * n)]
-        lines.append(json.dumps({"prompt_ids": ids[:5], "output_ids": ids[5:]}))
-    (folder / "data" / "a.jsonl").write_text("\n".join(lines) + "\n")
-    more = ["--data", str(folder / "data"), "--config", str(folder / "draft.json"), "--out", str(folder / "features")]
-    assert cli.main(["features", "--checkpoint", str(folder / "target"), *more]) == 0
+    write_scene(folder, CONFIG)
     return folder
-
-
-def _command(place, out, *more, source="features"):
-    base = ["--config", str(place / "draft.json"), "--checkpoint", str(place / "target")]
-    return [*base, f"--{source}", str(place / source), "--out", str(out), *FEW, *more]
 
 
 def _draft(out):
@@ -105,7 +89,7 @@ def _log(out):
 @pytest.fixture(scope="module")
 def whole(place):
     """A run from files, without a break."""
-    assert train_drafter.main(_command(place, place / "whole")) == 0
+    assert train_drafter.main(train_command(place, place / "whole")) == 0
     return place / "whole"
 
 
@@ -129,7 +113,7 @@ def test_a_run_leaves_a_log_a_state_and_a_draft(whole, place):
 
 def test_on_line_is_as_from_files(whole, place):
     out = place / "online"
-    assert train_drafter.main(_command(place, out, source="data")) == 0
+    assert train_drafter.main(train_command(place, out, source="data")) == 0
     assert _log(out) == _log(whole) and not _same(out, whole)
 
 
@@ -145,15 +129,15 @@ def test_a_run_that_is_stopped_by_a_signal_goes_on_bit_for_bit(whole, place, num
 
     monkeypatch.setattr(training, "show_step", show_and_signal)
     with pytest.raises(SystemExit) as ended:
-        train_drafter.main(_command(place, out))
+        train_drafter.main(train_command(place, out))
     assert ended.value.code == 128 + number
     assert "stopped behind step 2, state saved; --resume goes on" in capsys.readouterr().out
     assert not (out / "draft").exists() and (out / CURVES_NAME).exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.undo()
-    assert train_drafter.main(_command(place, out)) == 2
+    assert train_drafter.main(train_command(place, out)) == 2
     assert "holds a run; give --resume" in capsys.readouterr().err
-    assert train_drafter.main(_command(place, out, "--resume")) == 0
+    assert train_drafter.main(train_command(place, out, "--resume")) == 0
     assert "step 2 of 4" in capsys.readouterr().out
     assert _log(out) == _log(whole) and not _same(out, whole)
 
@@ -165,7 +149,7 @@ def test_steps_that_are_taken_again_are_logged_once(whole, place):
     shutil.rmtree(out / "states" / "step-00000004")
     with (out / LOG_NAME).open("a") as file:
         file.write('{"step": 5, "lo')
-    assert train_drafter.main(_command(place, out, "--resume")) == 0
+    assert train_drafter.main(train_command(place, out, "--resume")) == 0
     assert _log(out) == _log(whole) and not _same(out, whole)
 
 
@@ -181,14 +165,14 @@ def test_steps_that_are_taken_again_are_logged_once(whole, place):
     ],
 )
 def test_a_resumed_run_names_what_differs(whole, place, more, said, capsys):
-    assert train_drafter.main(_command(place, whole, "--resume", *more)) == 1
+    assert train_drafter.main(train_command(place, whole, "--resume", *more)) == 1
     assert said in capsys.readouterr().err
 
 
 def test_a_run_may_start_from_a_draft(whole, place):
     out = place / "started"
     more = ["--init", str(whole / "draft"), "--lr", "0", "--steps", "1"]
-    assert train_drafter.main(_command(place, out, *more)) == 0
+    assert train_drafter.main(train_command(place, out, *more)) == 0
     assert _same(out, whole) == ["layers.0.mlp.gate.expert_bias"]
 
 
@@ -201,7 +185,7 @@ def _job(groups, argv):
 def test_shipped_states_train_as_the_target_s_own_ranks(whole, place, ranks):
     """One rank trains, another one runs the target."""
     out = place / "shipped"
-    argv = _command(place, out, "--target-ranks", "1", source="data")
+    argv = train_command(place, out, "--target-ranks", "1", source="data")
     ranks.run(Topology(2, 1, 2), "test_train_drafter:_job", timeout=150, argv=argv)
     assert _log(out) == _log(whole) and not _same(out, whole)
 
@@ -209,7 +193,7 @@ def test_shipped_states_train_as_the_target_s_own_ranks(whole, place, ranks):
 def test_two_ranks_of_a_tensor_group_train_as_one_rank(whole, place, ranks):
     """The same samples a step; the target's rows lie on both ranks, the draft's experts and weights are divided."""
     out = place / "two"
-    argv = _command(place, out, "--batch", "1", "--tp", "2", "--fsdp", "--draft-ep", "2", source="data")
+    argv = train_command(place, out, "--batch", "1", "--tp", "2", "--fsdp", "--draft-ep", "2", source="data")
     ranks.run(Topology(2, 2, 2), "test_train_drafter:_job", timeout=150, argv=argv)
     for mine, alone in zip(_log(out), _log(whole), strict=True):
         assert mine["samples"] == alone["samples"]
@@ -224,7 +208,7 @@ def test_a_target_of_two_ranks_ships_to_two_that_train(whole, place, ranks):
     """Rows of the target's tensor group lie on both of its ranks; each sends to the one drafter that it serves."""
     out = place / "shipped-by-two"
     more = ["--batch", "1", "--target-ranks", "2", "--tp", "2", "--draft-ep", "2"]
-    argv = _command(place, out, *more, source="data")
+    argv = train_command(place, out, *more, source="data")
     ranks.run(Topology(4, 1, 4), "test_train_drafter:_job", timeout=250, argv=argv)
     for mine, alone in zip(_log(out), _log(whole), strict=True):
         assert mine["samples"] == alone["samples"]
@@ -234,7 +218,7 @@ def test_a_target_of_two_ranks_ships_to_two_that_train(whole, place, ranks):
 
 def test_a_resumed_run_of_another_config_names_the_key(whole, place, tmp_path, capsys):
     (tmp_path / "draft.json").write_text(json.dumps({**CONFIG, "rope_theta": 500.0}))
-    assert train_drafter.main(_command(place, whole, "--resume", "--config", str(tmp_path / "draft.json"))) == 1
+    assert train_drafter.main(train_command(place, whole, "--resume", "--config", str(tmp_path / "draft.json"))) == 1
     assert "rope_theta: saved 10000.0, now 500.0" in capsys.readouterr().err
 
 
@@ -259,7 +243,7 @@ def test_a_resumed_run_of_another_config_names_the_key(whole, place, tmp_path, c
 def test_wrong_runs_are_refused_before_a_rank_starts(place, more, said, capsys, monkeypatch):
     monkeypatch.setattr(train_drafter, "run_job", lambda *a, **k: pytest.fail("a rank starts"))
     out = place / "refused"
-    assert train_drafter.main(_command(place, out, *more)) == 2
+    assert train_drafter.main(train_command(place, out, *more)) == 2
     assert said in capsys.readouterr().err and not out.exists()
 
 
@@ -273,7 +257,7 @@ def test_wrong_runs_are_refused_before_a_rank_starts(place, more, said, capsys, 
 def test_features_of_another_draft_are_refused(place, change, said, tmp_path, capsys):
     config = {**CONFIG, "dflash_config": {**CONFIG["dflash_config"], **change}}
     (tmp_path / "draft.json").write_text(json.dumps(config))
-    command = _command(place, tmp_path / "out", "--config", str(tmp_path / "draft.json"))
+    command = train_command(place, tmp_path / "out", "--config", str(tmp_path / "draft.json"))
     assert train_drafter.main(command) == 2
     assert said in capsys.readouterr().err
 
@@ -282,7 +266,7 @@ def test_features_of_another_target_are_refused(place, tmp_path, capsys):
     shutil.copytree(place / "features", tmp_path / "features")
     index = tmp_path / "features" / "features.msgpack"
     index.write_bytes(msgpack.packb({**msgpack.unpackb(index.read_bytes()), "target": "other"}))
-    assert train_drafter.main(_command(place, tmp_path / "out", "--features", str(tmp_path / "features"))) == 2
+    assert train_drafter.main(train_command(place, tmp_path / "out", "--features", str(tmp_path / "features"))) == 2
     assert "its target's config.json has digest other" in capsys.readouterr().err
 
 
@@ -314,7 +298,7 @@ def test_a_draft_of_another_target_trains_from_features_and_its_tables(tmp_path)
     writer.close()
     write_index(tmp_path / "features", plan)
     (tmp_path / "draft.json").write_text(json.dumps(config.to_dict()))
-    command = _command(tmp_path, tmp_path / "out", "--steps", "6")
+    command = train_command(tmp_path, tmp_path / "out", "--steps", "6")
     assert train_drafter.main(command) == 0
     lines = read_log(tmp_path / "out" / LOG_NAME)
     assert lines[-1]["loss"] < lines[0]["loss"] and lines[0]["moe/aux_loss"] > 0

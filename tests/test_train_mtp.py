@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafter_run import train_command, write_scene
 from naive_v4 import naive_forward
 from official_drafters import same_bytes, stored_tensors
 
@@ -28,31 +29,15 @@ from meshspark.models.training.feature_files import FeatureFiles
 from meshspark.models.v4.config import tiny, tiny_dspark, tiny_mtp
 from meshspark.parallel.topology import Topology
 
-FEW = ["--steps", "4", "--batch", "2", "--anchors", "6", "--save-every", "1", "--log-every", "1", "--lr", "0.01"]
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """target, the layer's config draft.json, data, and the data's features."""
     folder = tmp_path_factory.mktemp("mtp")
-    synthesize(folder / "target", tiny(), 1)
     config = draft_json(MTP, replace(tiny_mtp(), sliding_window=tiny().sliding_window), {}, "float32")
     config["dflash_config"]["moe_router_bias_update_rate"] = 0.001
-    (folder / "draft.json").write_text(json.dumps(config))
-    (folder / "data").mkdir()
-    lines = []
-    for n in range(5):
-        ids = [(7 * n + 3 * i * i) % 260 for i in range(18 + 3 * n)]
-        lines.append(json.dumps({"prompt_ids": ids[:5], "output_ids": ids[5:]}))
-    (folder / "data" / "a.jsonl").write_text("\n".join(lines) + "\n")
-    more = ["--data", str(folder / "data"), "--config", str(folder / "draft.json"), "--out", str(folder / "features")]
-    assert cli.main(["features", "--checkpoint", str(folder / "target"), *more]) == 0
+    write_scene(folder, config)
     return folder
-
-
-def _command(place: Path, out: Path, *more: str, source: str = "features") -> list[str]:
-    base = ["--config", str(place / "draft.json"), "--checkpoint", str(place / "target")]
-    return [*base, f"--{source}", str(place / source), "--out", str(out), *FEW, *more]
 
 
 def _log(out: Path) -> list[dict]:
@@ -68,7 +53,7 @@ def _same(one: Path, two: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def whole(place: Path) -> Path:
     """A run from files, without a break."""
-    assert train_drafter.main(_command(place, place / "whole")) == 0
+    assert train_drafter.main(train_command(place, place / "whole")) == 0
     return place / "whole"
 
 
@@ -87,7 +72,7 @@ def test_a_run_trains_every_parameter(place: Path, whole: Path) -> None:
 def test_the_loss_falls(place: Path) -> None:
     """All samples and all anchors in every step."""
     more = ["--batch", "5", "--anchors", "64", "--steps", "12"]
-    assert train_drafter.main(_command(place, place / "falls", *more)) == 0
+    assert train_drafter.main(train_command(place, place / "falls", *more)) == 0
     lines = read_log(place / "falls" / LOG_NAME)
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"] and lines[-1]["ce_loss"] < 0.9 * lines[0]["ce_loss"]
 
@@ -104,23 +89,23 @@ def test_features_are_the_last_streams(place: Path) -> None:
 
 
 def test_on_line_and_resumed_as_from_files(place: Path, whole: Path) -> None:
-    assert train_drafter.main(_command(place, place / "online", source="data")) == 0
+    assert train_drafter.main(train_command(place, place / "online", source="data")) == 0
     assert _log(place / "online") == _log(whole) and not _same(place / "online", whole)
     shutil.copytree(whole, place / "resumed")
     shutil.rmtree(place / "resumed" / "states" / "step-00000004")
-    assert train_drafter.main(_command(place, place / "resumed", "--resume")) == 0
+    assert train_drafter.main(train_command(place, place / "resumed", "--resume")) == 0
     assert _log(place / "resumed") == _log(whole) and not _same(place / "resumed", whole)
 
 
 @pytest.mark.slow
 def test_ranks_of_the_target_ship_streams(place: Path, whole: Path, ranks) -> None:
-    argv = _command(place, place / "shipped", "--target-ranks", "1", source="data")
+    argv = train_command(place, place / "shipped", "--target-ranks", "1", source="data")
     ranks.run(Topology(2, 1, 2), "test_train_drafter:_job", timeout=150, argv=argv)
     assert _log(place / "shipped") == _log(whole) and not _same(place / "shipped", whole)
 
 
 def test_two_ranks_fully_sharded_train_as_one(place: Path, whole: Path, ranks) -> None:
-    argv = _command(place, place / "two", "--batch", "1", "--tp", "2", "--fsdp", "--draft-ep", "2", source="data")
+    argv = train_command(place, place / "two", "--batch", "1", "--tp", "2", "--fsdp", "--draft-ep", "2", source="data")
     ranks.run(Topology(2, 2, 2), "test_train_drafter:_job", timeout=150, argv=argv)
     for mine, alone in zip(_log(place / "two"), _log(whole), strict=True):
         assert mine["loss"] == pytest.approx(alone["loss"], rel=1e-4)
@@ -201,8 +186,8 @@ def test_what_does_not_fit_is_refused_before_a_rank_starts(place: Path, tmp_path
         changed["dflash_config"] = {key: change.get(key, each) for key, each in config["dflash_config"].items()}
         changed["draft_residual"] = {key: change.get(key, each) for key, each in config["draft_residual"].items()}
         (tmp_path / "draft.json").write_text(json.dumps(changed))
-        command = _command(place, tmp_path / "out", "--config", str(tmp_path / "draft.json"), source=source)
+        command = train_command(place, tmp_path / "out", "--config", str(tmp_path / "draft.json"), source=source)
         assert train_drafter.main(command) == 2
         assert said in capsys.readouterr().err
-    assert train_drafter.main(_command(place, tmp_path / "out", "--confidence", "1")) == 2
+    assert train_drafter.main(train_command(place, tmp_path / "out", "--confidence", "1")) == 2
     assert "the draft has no confidence head; allowed: 0" in capsys.readouterr().err

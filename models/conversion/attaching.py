@@ -21,7 +21,7 @@ from ..v4.config import CONFIG_LIMIT
 from .configs import own_shape
 from .exporting import export_dspark
 from .folder import SHARD_BYTES, Converted
-from .variants import MTP, VARIANTS, Variant
+from .variants import MTP, PREFIX, VARIANTS, Variant
 
 DRAFTER_SHARD = "drafter-{}"
 """What the name of an exported shard becomes beside the target's."""
@@ -50,7 +50,7 @@ def attach_dspark(
         raise ValueError(f"{out} exists, allowed: a folder that does not exist yet")
     checkpoint = open_checkpoint(target)
     config = drafting_config(checkpoint, draft, variant, replace=replace)
-    kept = [stored for name, stored in checkpoint.stored.items() if not name.startswith("mtp.")]
+    kept = [stored for name, stored in checkpoint.stored.items() if not name.startswith(PREFIX)]
     size = sum(stored.num_bytes for stored in kept)
     plain = _plain_files(checkpoint)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def _carry_shards(checkpoint: Checkpoint, kept: Sequence[Stored], out: Path) -> 
     shards: dict[str, list[Stored]] = {}
     for stored in kept:
         shards.setdefault(stored.shard, []).append(stored)
-    mixed = {stored.shard for name, stored in checkpoint.stored.items() if name.startswith("mtp.")}
+    mixed = {stored.shard for name, stored in checkpoint.stored.items() if name.startswith(PREFIX)}
     for name, tensors in shards.items():
         if name not in mixed:
             _link(checkpoint.directory / name, out / name)

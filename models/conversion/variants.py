@@ -65,15 +65,10 @@ VARIANTS = {
 }
 """Name, as --variant takes it -> the variant."""
 
-MTP = Variant(
+MTP = replace(
+    VARIANTS["v4"],
     name="mtp",
     title="MTP",
-    block=128,
-    markov=_MARKOV,
-    has_readout=True,
-    has_image_bias=False,
-    attention_mode="deepseek_v4",
-    pre_from_prev=False,
     marks=(".e_proj.weight", ".h_proj.weight", ".enorm.weight", ".hnorm.weight"),
     drafter="mtp",
 )
